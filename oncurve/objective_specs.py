@@ -19,16 +19,20 @@ from oncurve.plugins import Registry, check_instance
 
 RatioName = Literal["token_ratio", "sequence_product_ratio", "sequence_mean_ratio", "sequence_token_ratio"]
 """Functions of `oncurve.algos.ratios`."""
-SurrogateName = Literal["clipped", "cispo", "sapo", "log_likelihood"]
+SurrogateName = Literal["clipped", "cispo", "sapo", "log_likelihood", "geometric_mean", "dppo_tv", "dppo_kl", "vespo", "dro"]
 """Classes of `oncurve.algos.surrogates`."""
 ReductionName = Literal[
     "mean_of_completion_means", "mean_over_step_tokens", "mean_over_length_budget", "mean_of_completion_sums"
 ]
 """Functions of `oncurve.algos.reductions`."""
-Baseline = Literal["mean", "leave_one_out", "none"]
-"""What is subtracted from a reward: the group's mean, the mean of the others in the group, or nothing."""
-AdvantageScale = Literal["group", "batch", "whiten", "none"]
-"""What a centred reward is divided by: the group's std, one std over the batch, the std over tokens (`whiten`), or nothing."""
+Baseline = Literal["mean", "leave_one_out", "length_weighted", "best_of_others", "none"]
+"""What is subtracted from a reward: the group's mean, the mean of the others in the group, the mean weighted by length, the
+best of the others (never below 0: pass@k), or nothing."""
+AdvantageScale = Literal["group", "batch", "whiten", "mean", "signal_share", "per_reward", "none"]
+"""What a centred reward is divided by: the group's std, one std over the batch, the std over tokens (`whiten`), the group's
+mean reward, the fraction of completions in groups with signal, or nothing. `per_reward` normalises each reward first."""
+DivergenceName = Literal["reverse_kl", "forward_kl", "jsd"]
+"""Divergences between policy and teacher (`oncurve.algos.divergences`)."""
 KlPlace = Literal["loss", "reward"]
 """Where the KL term goes: a term of the loss, or subtracted from the reward."""
 KlEstimator = Literal["k1", "k2", "k3"]
@@ -47,6 +51,17 @@ ObjectiveName = Literal[
     "rloo",
     "reinforce",
     "reinforce_pp",
+    "gmpo",
+    "gpg",
+    "opo",
+    "dppo_tv",
+    "dppo_kl",
+    "maxrl",
+    "vespo",
+    "luspo",
+    "dro",
+    "pass_at_k",
+    "gdpo",
 ]
 
 DEFAULT_KL_ESTIMATOR: Mapping[KlPlace, KlEstimator] = {"loss": "k3", "reward": "k1"}
@@ -86,6 +101,53 @@ class ObjectiveSpec:
     @property
     def uses_length_budget(self) -> bool:
         return self.reduction == "mean_over_length_budget"
+
+
+CorrectionName = Literal["tis", "seq_tis", "mis", "seq_mis", "icepop", "geo_rs"]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """How samples of a sampler that differs from the learner are weighted, by w = π_learner/π_sampler.
+
+    ``level``: w of each token, of the completion (the product over its tokens), or their geometric mean (``mean``). Outside
+    ``low`` … ``high`` w is clamped (``outside`` = clamp) or replaced by 0 (drop). ``is_weight`` is False if w only decides
+    what is dropped, and what is left has weight 1.
+    """
+
+    level: Literal["token", "sequence", "mean"]
+    low: float
+    high: float
+    outside: Literal["clamp", "drop"]
+    sentence: str
+    paper: str
+    is_weight: bool = True
+
+
+CORRECTIONS: Mapping[CorrectionName, Correction] = {
+    "tis": Correction("token", 0.0, 2.0, "clamp", "each token weighted by min(w, 2)", "TIS, Yao et al. 2025"),
+    "seq_tis": Correction(
+        "sequence", 0.0, 2.0, "clamp", "each completion weighted by min(w, 2)", "sequence TIS, Liu et al. 2025"
+    ),
+    "mis": Correction("token", 0.0, 3.0, "drop", "each token weighted by w, or dropped if w > 3", "token MIS, Liu et al. 2025"),
+    "seq_mis": Correction(
+        "sequence", 0.0, 3.0, "drop", "each completion weighted by w, or dropped if w > 3", "MIS, Liu et al. 2025"
+    ),
+    "icepop": Correction(
+        "token", 0.5, 5.0, "drop", "each token weighted by w, or dropped if w is outside 0.5 … 5", "IcePop, arXiv 2510.18855"
+    ),
+    "geo_rs": Correction(
+        "mean",
+        0.999,
+        1.001,
+        "drop",
+        "completions dropped if the geometric mean of w is outside 0.999 … 1.001; the others have weight 1",
+        "Geo-RS, Liu et al. 2025",
+        is_weight=False,
+    ),
+}
+"""Named corrections for a foreign sampler, with the bounds of their authors: `correction` of a policy-gradient stage. Liu et
+al. 2025 is "When Speed Kills Stability: Demystifying RL Collapse from the Training-Inference Mismatch"."""
 
 
 BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {
@@ -205,6 +267,106 @@ BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {
         baseline="none",
         scale="whiten",
         kl_place="reward",
+    ),
+    # The clip range is in log-space: ratios from e^-0.4 to e^0.4, the paper's and TRL's.
+    "gmpo": ObjectiveSpec(
+        "token_ratio",
+        "geometric_mean",
+        (0.4, 0.4),
+        "mean_of_completion_means",
+        "the geometric mean of a completion's token ratios, each clipped in log-space before the mean",
+        "GMPO, arXiv 2507.20673",
+    ),
+    "gpg": ObjectiveSpec(
+        "token_ratio",
+        "log_likelihood",
+        None,
+        "mean_over_step_tokens",
+        "log-likelihood weighted by the centred reward, scaled up by the fraction of completions in groups without signal",
+        "GPG, arXiv 2504.02546",
+        scale="signal_share",
+    ),
+    "opo": ObjectiveSpec(
+        "token_ratio",
+        "log_likelihood",
+        None,
+        "mean_of_completion_sums",
+        "the exact policy gradient with the baseline of least variance: the group's mean weighted by length",
+        "OPO, arXiv 2505.23585",
+        baseline="length_weighted",
+        scale="none",
+    ),
+    # clip is the largest change of a token's probability (tv) or its binary KL (kl) that still gets a gradient. The values are
+    # those of verl's example of DPPO (run_qwen30b_dppo.sh, by the paper's authors).
+    "dppo_tv": ObjectiveSpec(
+        "token_ratio",
+        "dppo_tv",
+        (0.15, 0.15),
+        "mean_over_step_tokens",
+        "a bounded ratio times log-likelihood, for tokens whose probability has changed by at most the clip range",
+        "DPPO-Binary-TV, arXiv 2602.04879",
+    ),
+    "dppo_kl": ObjectiveSpec(
+        "token_ratio",
+        "dppo_kl",
+        (0.05, 0.05),
+        "mean_over_step_tokens",
+        "dppo_tv with a bound on the KL of the token against all others instead",
+        "DPPO-Binary-KL, arXiv 2602.04879",
+    ),
+    "maxrl": ObjectiveSpec(
+        "token_ratio",
+        "log_likelihood",
+        None,
+        "mean_of_completion_sums",
+        "the policy gradient of the log of the success rate: the centred reward divided by the group's mean reward",
+        "MaxRL, arXiv 2602.02710",
+        scale="mean",
+    ),
+    "vespo": ObjectiveSpec(
+        "sequence_product_ratio",
+        "vespo",
+        None,
+        "mean_over_step_tokens",
+        "log-likelihood weighted by a smooth function of the completion's ratio that fades on both sides of 1",
+        "VESPO, arXiv 2602.10693",
+        trl=("vespo", "token"),
+    ),
+    "luspo": ObjectiveSpec(
+        "sequence_mean_ratio",
+        "clipped",
+        (3e-4, 4e-4),
+        "mean_of_completion_sums",
+        "gspo with each completion weighted by its length, so that long ones do not count less per token",
+        "LUSPO, arXiv 2602.05261",
+        trl=("luspo", "sequence"),
+    ),
+    "dro": ObjectiveSpec(
+        "token_ratio",
+        "dro",
+        None,
+        "mean_over_step_tokens",
+        "log-likelihood weighted by the advantage, minus a squared log-ratio to the old policy instead of a clip",
+        "DRO, arXiv 2405.19107; as in verl, with the group's mean instead of a value network",
+        scale="none",
+    ),
+    "pass_at_k": ObjectiveSpec(
+        "token_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_of_completion_means",
+        "grpo for the best of k: a completion is graded by how much it raises the best reward of the group",
+        "pass@k advantages, arXiv 2503.19595",
+        baseline="best_of_others",
+    ),
+    "gdpo": ObjectiveSpec(
+        "token_ratio",
+        "clipped",
+        (0.2, 0.2),
+        "mean_of_completion_means",
+        "grpo with each reward normalised by itself before they are summed, so that none drowns the others",
+        "GDPO, arXiv 2601.05242",
+        scale="per_reward",
     ),
 }
 

@@ -55,19 +55,29 @@ def gradable_mask(rewards_PG: Tensor, baseline: Baseline, scale: AdvantageScale)
     """True for completions that can be graded: those with a reward, and, if baseline or scale use the group, with at least one
     other reward in their group."""
     is_valid_PG = rewards_PG.isfinite()
-    if baseline == "none" and scale != "group":
+    if baseline == "none" and scale not in ("group", "per_reward"):
         return is_valid_PG
     return is_valid_PG & (is_valid_PG.sum(-1, keepdim=True) >= 2)
 
 
-def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: AdvantageScale, eps: float) -> Tensor:
+def outcome_advantages(
+    rewards_PG: Tensor,
+    baseline: Baseline,
+    scale: AdvantageScale,
+    eps: float,
+    *,
+    lengths_PG: Tensor | None = None,
+    k: int | None = None,
+) -> Tensor:
     """A_i = (r_i − b_i) / (s + eps) (GRPO, DeepSeekMath, arXiv 2402.03300, 4.1.2).
 
-    b_i is the group's mean, the mean of the others in the group (``leave_one_out``: RLOO, arXiv 2402.14740), or 0. s is the
-    group's std (n − 1), or one std over all rewards of the batch, not centred by group (TRL's ``batch``). ``none`` divides by
-    nothing (Dr. GRPO, arXiv 2503.20783), and so does ``whiten``, which normalises tokens afterwards (see `whiten`). The
-    advantage is exactly 0 for missing rewards, for groups too small to be graded, and for equal rewards if baseline or scale
-    depend on them.
+    b_i is the group's mean, the mean of the others in the group (``leave_one_out``: RLOO, arXiv 2402.14740), the group's mean
+    weighted by ``lengths_PG`` (``length_weighted``: OPO, arXiv 2505.23585), or 0; for ``best_of_others`` see
+    `pass_at_k_advantages`. s is the group's std (n − 1), or one std over all rewards of the batch, not centred by group (TRL's
+    ``batch``). ``mean`` divides by the group's mean reward, without eps (MaxRL, arXiv 2602.02710), ``signal_share`` by the
+    fraction of rewards that lie in groups of unequal rewards (α of GPG, arXiv 2504.02546). ``none`` divides by nothing (Dr.
+    GRPO, arXiv 2503.20783), and so does ``whiten``, which normalises tokens afterwards (see `whiten`). The advantage is exactly
+    0 for missing rewards, for groups too small to be graded, and for equal rewards if baseline or scale depend on them.
     """
     group = _GroupStats.of(rewards_PG)
     centred_PG = rewards_PG
@@ -77,6 +87,13 @@ def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: AdvantageS
     elif baseline == "leave_one_out":
         # r_i − (Σr − r_i)/(n − 1) equals the deviation from the mean times n/(n − 1), which rounds only once.
         centred_PG = (rewards_PG - group.mean) * (group.count.to(rewards_PG.dtype) / (group.count - 1).clamp(min=1))
+    elif baseline == "length_weighted":
+        assert lengths_PG is not None, "the baseline needs the completions' lengths"
+        weights_PG = lengths_PG.masked_fill(~rewards_PG.isfinite(), 0)
+        weighted_PG = (weights_PG * rewards_PG.nan_to_num()).sum(-1, keepdim=True)
+        centred_PG = rewards_PG - weighted_PG / weights_PG.sum(-1, keepdim=True).clamp(min=1)
+    elif baseline == "best_of_others":
+        centred_PG = torch.stack([pass_at_k_advantages(rewards_G, k) for rewards_G in rewards_PG])
     if baseline != "none" or scale == "group":
         zero_PG = zero_PG | group.is_flat
     if scale == "group":
@@ -85,7 +102,64 @@ def outcome_advantages(rewards_PG: Tensor, baseline: Baseline, scale: AdvantageS
         batch = _GroupStats.of(rewards_PG.reshape(1, -1))
         centred_PG = centred_PG / (batch.std + eps)
         zero_PG = zero_PG | batch.is_flat
+    elif scale == "mean":
+        centred_PG = centred_PG / _positive_means(rewards_PG, group.mean)
+    elif scale == "signal_share":
+        count = group.count.sum()
+        centred_PG = centred_PG * (count / (group.count * ~group.is_flat).sum().clamp(min=1))
     return centred_PG.masked_fill(zero_PG, 0.0)
+
+
+def _positive_means(rewards_PG: Tensor, mean_P1: Tensor) -> Tensor:
+    """The groups' means, and 1 for groups whose rewards are all 0."""
+    if bool((rewards_PG < 0).any()):
+        raise RewardError(
+            "advantage.scale",
+            f"a reward of {float(rewards_PG[rewards_PG < 0].min()):g} with scale = mean",
+            because="an advantage is divided by the group's mean reward, and a negative mean would turn its sign around",
+            fix="use rewards of 0 and more, such as 0 for wrong and 1 for right, or another scale",
+        )
+    return mean_P1.masked_fill(mean_P1 <= 0, 1.0)
+
+
+def pass_at_k_advantages(rewards_G: Tensor, k: int | None) -> Tensor:
+    """A_i = mean over all sets S of k − 1 others of max(r_i − max(S), 0): how much completion i raises the best of k.
+
+    k is the number of rewards if it is None or larger. Then only the best completion has an advantage: its distance from the
+    second best (arXiv 2503.19595). k Σ_i A_i ∇log π(o_i) / n is an unbiased gradient of the expected best of k, because max(S)
+    does not depend on o_i. NaN rewards are left out and stay NaN.
+    """
+    is_valid_G = rewards_G.isfinite()
+    values, order = rewards_G[is_valid_G].sort()
+    n = len(values)
+    k = n if k is None else min(k, n)
+    if n < 2:
+        return torch.where(is_valid_G, 0.0, math.nan).to(rewards_G.dtype)
+    # In ascending order, S with the largest element j has C(j, k − 2) forms out of C(n − 1, k − 1); larger ones give 0.
+    chance = [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)]
+    raised = (values[:, None] - values[None, :]).clamp(min=0.0) @ torch.tensor(chance, dtype=rewards_G.dtype)
+    advantages = torch.empty_like(values)
+    advantages[order] = raised
+    return torch.full_like(rewards_G, math.nan).masked_scatter(is_valid_G, advantages)
+
+
+def decoupled_advantages(rewards_APG: Tensor, weights_A: Sequence[float], eps: float) -> Tensor:
+    """Each reward normalised in its group, their weighted sum, and that normalised over the batch (GDPO, arXiv 2601.05242).
+
+    Â_i = Σ_a w_a (r_ai − mean_a) / (std_a + eps) over the group, then A_i = (Â_i − mean) / (std + eps) over the batch; both std
+    divide by n − 1. A reward that does not apply (NaN) adds nothing; a completion without any stays NaN. Groups in which every
+    reward is flat get exactly 0. TRL does the same (`normalize_then_sum`); verl normalises the second time over tokens.
+    """
+    total_PG = torch.zeros_like(rewards_APG[0])
+    has_signal_P1 = torch.zeros(len(total_PG), 1, dtype=torch.bool)
+    for rewards_PG, weight in zip(rewards_APG, weights_A, strict=True):
+        group = _GroupStats.of(rewards_PG)
+        normalised_PG = ((rewards_PG - group.mean) / (group.std + eps)).masked_fill(group.is_flat, 0.0)
+        total_PG = total_PG + weight * normalised_PG.nan_to_num(nan=0.0)
+        has_signal_P1 |= ~group.is_flat
+    total_PG = total_PG.masked_fill(~rewards_APG.isfinite().any(0), math.nan)
+    batch = _GroupStats.of(total_PG.reshape(1, -1))
+    return ((total_PG - batch.mean) / (batch.std + eps)).masked_fill(~has_signal_P1 | batch.is_flat, 0.0)
 
 
 def process_advantages(
@@ -121,6 +195,7 @@ def grade(
     mask_cut: bool,
     kl_sums: Sequence[Sequence[float]] | None = None,
     beta: float = 0.0,
+    k: int | None = None,
 ) -> list[GradedGroup]:
     """Grade each group: the outcome advantage at every token, plus the process advantage if steps were rewarded.
 
@@ -133,8 +208,13 @@ def grade(
     rewards_PG = _padded([[_outcome(s, kl_sums is not None) for s in group.scored] for group in scored])
     if kl_sums is not None:
         rewards_PG = kl_in_reward(rewards_PG, _padded(kl_sums), beta)
-    outcome_PG = outcome_advantages(rewards_PG, baseline, scale, eps)
     gradable_PG = gradable_mask(rewards_PG, baseline, scale)
+    if scale == "per_reward":
+        rewards_APG, weights_A = _rewards_by_aspect(scored)
+        outcome_PG = decoupled_advantages(rewards_APG, weights_A, eps).masked_fill(~gradable_PG, 0.0)
+    else:
+        lengths_PG = _padded([[s.completion.length for s in group.scored] for group in scored])
+        outcome_PG = outcome_advantages(rewards_PG, baseline, scale, eps, lengths_PG=lengths_PG, k=k)
     groups = [_grade_group(group, outcome_PG[i], gradable_PG[i], eps, mask_cut) for i, group in enumerate(scored)]
     return whiten(groups, eps) if scale == "whiten" else groups
 
@@ -206,6 +286,26 @@ def weighted_step_rewards(scored: ScoredCompletion) -> list[tuple[int, float]]:
                 fix="count tokens from 0, including the end token; report a step that can't be scored as a failure",
             )
     return [(end, aspect.weight * reward) for aspect, end, reward in counted]
+
+
+def _rewards_by_aspect(scored: Sequence[ScoredGroup]) -> tuple[Tensor, list[float]]:
+    """The outcome of each reward of nonzero weight as [A, P, G], and the weights. Completions that failed are NaN."""
+    weights = {a.name: a.weight for group in scored for s in group.scored for a in s.aspects if a.weight != 0}
+    by_aspect = [
+        _padded(
+            [
+                [
+                    next((a.value for a in s.aspects if a.name == name and a.value is not None), math.nan)
+                    if s.failure is None
+                    else math.nan
+                    for s in group.scored
+                ]
+                for group in scored
+            ]
+        )
+        for name in weights
+    ]
+    return torch.stack(by_aspect), list(weights.values())
 
 
 def _padded(rows: Sequence[Sequence[float]]) -> Tensor:

@@ -1,6 +1,6 @@
 """Objectives as compositions of ratio, surrogate and reduction.
 
-    loss = Σ_m share_m · (−weight_m · surrogate_m + β · KL_m) − entropy_bonus · mean token entropy
+    loss = Σ_m share_m · (−weight_m · (surrogate_m − anchor_m · |log ρ_m|) + β · KL_m) − entropy_bonus · mean token entropy
 
 The sum runs over the predicted tokens of a micro-batch; summed over micro-batches it is the step's loss. Which objective is
 composed of what stands in `oncurve.objective_specs`. Shape letters: `oncurve.records`.
@@ -17,7 +17,7 @@ from oncurve.algos.kl import KL_ESTIMATORS
 from oncurve.algos.packed_rows import PackedRows
 from oncurve.algos.ratios import RATIOS, Ratio
 from oncurve.algos.reductions import REDUCTIONS, LossDenominators, Reduction
-from oncurve.algos.surrogates import Surrogate, build_surrogate
+from oncurve.algos.surrogates import RowSurrogate, Surrogate, SurrogateTokens, build_surrogate
 from oncurve.objective_specs import BUILT_IN_OBJECTIVES, KlEstimator, ObjectiveSpec
 
 
@@ -28,6 +28,7 @@ class LossInputs:
     ``mask_M`` is True at the loss tokens of graded completions; values elsewhere are ignored. ``row_M`` (int64) is the index of
     each token's completion, from 0. ``logp_old_M`` comes from the learner, not the sampler; it is ``logp_new_M`` detached if
     the batch gets a single update. ``weight_M`` holds truncated importance weights, which scale the surrogate and not the KL.
+    ``kept_M`` is False at tokens whose surrogate an entropy control drops, ``anchor_M`` the weight of each token's |log ρ|.
     """
 
     logp_new_M: Tensor
@@ -40,6 +41,8 @@ class LossInputs:
     logp_ref_M: Tensor | None = None
     entropy_M: Tensor | None = None
     weight_M: Tensor | None = None
+    kept_M: Tensor | None = None
+    anchor_M: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,9 @@ class LossOutputs:
     """``loss`` carries the gradient; everything else is detached. Token tensors are meaningful where the mask is True.
 
     ``policy_loss`` is the surrogate's part of the loss. ``clipped_M`` marks tokens clipped at either bound. ``kl_M`` is the
-    plain estimate, before it is weighted by the ratio, and None without a reference.
+    plain estimate, before it is weighted by the ratio, and None without a reference. ``divergence_M`` is the divergence from a
+    teacher, which the stage `distil` adds to the loss. ``balance`` is the balance loss of a mixture of experts, before its
+    weight.
     """
 
     loss: Tensor
@@ -66,6 +71,8 @@ class LossOutputs:
     clipped_low_M: Tensor
     clipped_high_M: Tensor
     kl_M: Tensor | None
+    divergence_M: Tensor | None = None
+    balance: Tensor | None = None
 
     @property
     def clipped_M(self) -> Tensor:
@@ -87,9 +94,15 @@ class Objective:
         """The micro-batch's part of the step's loss, with each token's ratio, clipping and KL."""
         rows = PackedRows.of(inputs.row_M, inputs.mask_M, inputs.rows, inputs.logp_new_M.dtype)
         logp_M = rows.mask(inputs.logp_new_M)
-        ratio_M = self.ratio(logp_M - rows.mask(inputs.logp_old_M.detach()), rows)
-        surrogate = self.surrogate(ratio_M, rows.mask(inputs.advantage_M), logp_M)
-        weighted_M = surrogate.value_M if inputs.weight_M is None else surrogate.value_M * rows.mask(inputs.weight_M)
+        log_ratio_M = logp_M - rows.mask(inputs.logp_old_M.detach())
+        ratio_M = self.ratio(log_ratio_M, rows)
+        surrogate = self._surrogate_tokens(ratio_M, rows.mask(inputs.advantage_M), logp_M, rows)
+        value_M = surrogate.value_M
+        if inputs.anchor_M is not None:
+            value_M = value_M - inputs.anchor_M * log_ratio_M.abs()
+        if inputs.kept_M is not None:
+            value_M = value_M.masked_fill(~inputs.kept_M, 0.0)
+        weighted_M = value_M if inputs.weight_M is None else value_M * rows.mask(inputs.weight_M)
         share_M = self.reduction(rows, inputs.totals)
         policy_loss = -(share_M * weighted_M).sum()
         loss, kl_M = policy_loss, None
@@ -109,6 +122,11 @@ class Objective:
             clipped_high_M=surrogate.clipped_high_M,
             kl_M=None if kl_M is None else kl_M.detach(),
         )
+
+    def _surrogate_tokens(self, ratio_M: Tensor, advantage_M: Tensor, logp_M: Tensor, rows: PackedRows) -> SurrogateTokens:
+        if isinstance(self.surrogate, RowSurrogate):
+            return self.surrogate.over_rows(ratio_M, advantage_M, logp_M, rows)
+        return self.surrogate(ratio_M, advantage_M, logp_M)
 
 
 def with_clip(objective: Objective, low: float, high: float, dual: float | None = None) -> Objective:

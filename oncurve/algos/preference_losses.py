@@ -1,13 +1,16 @@
 """Losses on preference pairs: DPO and its variants for a policy, Bradley–Terry for a reward model, and its calibration.
 
 The policy losses take log-probs summed over a completion, those of the reference, and the lengths, and return one loss per
-pair. With the log-ratio h(y) = log π_θ(y) − log π_ref(y), c the chosen and r the rejected completion:
+pair, or per completion for kto. With h(y) = log π_θ(y) − log π_ref(y), c the chosen and r the rejected completion:
 
     dpo     −log σ(β (h(c) − h(r)))                      (Rafailov et al. 2023, arXiv 2305.18290, eq. 7)
     ipo     (h(c)/|c| − h(r)/|r| − 1/(2β))²              (Azar et al. 2023, arXiv 2310.12036, eq. 17)
     simpo   −log σ(β (log π(c)/|c| − log π(r)/|r|) − γ)  (Meng et al. 2024, arXiv 2405.14734, eq. 6): no reference
+    kto     λ_c (1 − σ(β (h(c) − z))), λ_r (1 − σ(β (z − h(r))))    (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8)
 
-ipo uses mean log-ratios per token, as TRL does on the advice of IPO's authors. γ is the margin of simpo.
+ipo uses mean log-ratios per token, as TRL does on the advice of IPO's authors. γ is the margin of simpo. kto grades each
+completion by itself: c is desirable, r undesirable, with weights λ. z estimates the KL to the reference: the mean of h over
+completions behind prompts that are not theirs, at least 0, without gradient.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-PreferenceLoss = Literal["dpo", "ipo", "simpo"]
+PairLoss = Literal["dpo", "ipo", "simpo"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +65,21 @@ def simpo(pairs: Pairs, beta: float, margin: float) -> Tensor:
     return -functional.logsigmoid(beta * (chosen_B - rejected_B) - margin)
 
 
-PREFERENCE_LOSSES: Mapping[PreferenceLoss, Callable[[Pairs, float, float], Tensor]] = {"dpo": dpo, "ipo": ipo, "simpo": simpo}
+def kto(ratio_R: Tensor, is_desirable_R: Tensor, kl: float, beta: float, weights: tuple[float, float] = (1.0, 1.0)) -> Tensor:
+    """The loss of each completion from its log-ratio h. ``weights`` are λ of desirable and of undesirable completions, ``kl``
+    is z."""
+    gain_R = torch.where(is_desirable_R, ratio_R - kl, kl - ratio_R)
+    desirable, undesirable = weights
+    weight_R = torch.full_like(ratio_R, undesirable).masked_fill(is_desirable_R, desirable)
+    return weight_R * (1 - torch.sigmoid(beta * gain_R))
+
+
+PAIR_LOSSES: Mapping[PairLoss, Callable[[Pairs, float, float], Tensor]] = {
+    "dpo": dpo,
+    "ipo": ipo,
+    "simpo": simpo,
+}
 """(pairs, β, γ) → loss of each pair."""
-
-
-def implicit_rewards(pairs: Pairs, beta: float) -> tuple[Tensor, Tensor]:
-    """β h of the chosen and of the rejected completion: the reward for which the policy is optimal (arXiv 2305.18290, section
-    4)."""
-    with torch.no_grad():
-        chosen_B, rejected_B = pairs.ratio_B
-        return beta * chosen_B, beta * rejected_B
 
 
 def bradley_terry(chosen_BA: Tensor, rejected_BA: Tensor, sign_BA: Tensor, margin_B: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from oncurve.algos.packed_rows import PackedRows
-from oncurve.objective_specs import RatioName
+from oncurve.objective_specs import Correction, RatioName
 
 LOG_CAP = 20.0
 
@@ -68,3 +68,27 @@ def mismatch_mask(logp_learner_M: Tensor, logp_sampler_M: Tensor, rows: PackedRo
 def truncated_weights(logp_learner_M: Tensor, logp_sampler_M: Tensor, cap: float) -> Tensor:
     """min(π_learner / π_sampler, cap) per token, without gradient: truncated importance sampling against sampler mismatch."""
     return _exp(logp_learner_M.detach() - logp_sampler_M.detach()).clamp(max=cap)
+
+
+def correction_weights(logp_learner_M: Tensor, logp_sampler_M: Tensor, rows: PackedRows, correction: Correction) -> Tensor:
+    """The weights of a named correction (`oncurve.objective_specs.CORRECTIONS`), without gradient.
+
+    A token that the sampler could not score (NaN) counts as one on which both agree.
+    """
+    gap_M = (logp_learner_M.detach() - logp_sampler_M.detach()).nan_to_num(nan=0.0)
+    if correction.level == "token":
+        gap_M = rows.mask(gap_M)
+    else:
+        gap_M = rows.broadcast(rows.sum(gap_M) if correction.level == "sequence" else rows.mean(gap_M))
+    ratio_M = _exp(gap_M)
+    inside_M = (ratio_M >= correction.low) & (ratio_M <= correction.high)
+    if not correction.is_weight:
+        return inside_M.to(ratio_M.dtype)
+    return ratio_M.clamp(correction.low, correction.high) if correction.outside == "clamp" else ratio_M * inside_M
+
+
+def off_policy_mask(logp_M: Tensor, logp_sampler_M: Tensor, advantage_M: Tensor, rows: PackedRows, limit: float) -> Tensor:
+    """0 at tokens of negative advantage in rows whose mean log π_sampler − log π_θ exceeds ``limit``, else 1: off-policy
+    sequence masking (DeepSeek-V3.2, arXiv 2512.02556, eq. 9). A token that the sampler could not score (NaN) counts as 0."""
+    drift_R = rows.mean((logp_sampler_M.detach() - logp_M.detach()).nan_to_num(nan=0.0))
+    return ((advantage_M >= 0) | rows.broadcast(drift_R <= limit)).to(logp_M.dtype)

@@ -77,7 +77,7 @@ class RewardType:
     is_verifiable: bool = False
     """A score of 1 means that the answer is correct."""
     is_user_code: bool = False
-    """The reward runs a function of the user's, whose 1 counts as correct if its weight is above 0."""
+    """The reward runs the user's own function. A score of 1 counts as correct if the reward's weight is above 0."""
     length_limit_option: str | None = None
     """The option that is the stage's `sampling.max_new_tokens` unless the recipe sets it."""
 
@@ -106,15 +106,18 @@ def score_concurrently(group: Group, score: Callable[[Completion], Score], count
 
 
 def result_or_error(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """What the function returns, or the exception that it raises, `exit()` included. Ctrl-C is raised."""
+    """What the function returns, or the exception that it raises, also one that is no `Exception`: `exit()`, a panic of a Rust
+    library. Ctrl-C is raised."""
     try:
         return function(*arguments, **named)
-    except (Exception, SystemExit) as error:  # whatever a reward raises is its result
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a reward raises is its result
         return error
 
 
 def completion_by_letters(text: str) -> Completion:
-    """A text as a completion with one token per character, for scoring texts without a tokenizer."""
+    """Makes a completion of a text, with one token per character, to score texts without a tokenizer."""
     ids = np.array([ord(letter) for letter in text], dtype=np.int64)
     zeros = np.zeros(len(ids), np.float32)
     return Completion(ids, text, "end", zeros, zeros, zeros, np.ones(len(ids), np.bool_))

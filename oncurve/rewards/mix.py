@@ -30,9 +30,23 @@ AT_ONCE = 8
 class RewardMix:
     """Scores groups by all rewards. The total is the weighted sum of the aspects (`ScoredCompletion.total`)."""
 
-    def __init__(self, rewards: Sequence[Reward], accuracy_names: Collection[str] | None = None) -> None:
-        """``accuracy_names`` are the rewards whose 1 means correct; unset: all of them, as with functions from Python."""
-        self.rewards, self.accuracy_names = tuple(rewards), accuracy_names
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        accuracy_names: Collection[str] | None = None,
+        task_of: Mapping[str, str] | None = None,
+        tasks: Sequence[str] = (),
+    ) -> None:
+        """``accuracy_names`` are the rewards whose 1 means correct; unset: all of them, as with functions from Python.
+
+        ``tasks`` are the names of a mix of tasks, and ``task_of`` the rewards that score one of them only, with its name.
+        """
+        self.rewards, self.accuracy_names, self.task_of, self.tasks = (
+            tuple(rewards),
+            accuracy_names,
+            task_of or {},
+            tuple(tasks),
+        )
         self._cache: ReplyCache | None = None
         self._started: dict[int, tuple[Group, dict[str, Future[list[Aspect]]]]] = {}
         names = [reward.name for reward in self.rewards]
@@ -47,9 +61,10 @@ class RewardMix:
 
     def check_columns(self, prompts: Iterable[Prompt]) -> None:
         """Raises RewardError for a reward that can score none of the prompts, because each lacks a column that it needs."""
-        known = list(prompts)
-        names = sorted({str(name) for prompt in known for name in prompt.columns})
+        all_prompts = list(prompts)
+        names = sorted({str(name) for prompt in all_prompts for name in prompt.columns})
         for reward in self.rewards:
+            known = [prompt for prompt in all_prompts if self._applies(reward, prompt)]
             missing_columns = getattr(reward, "missing_columns", None)
             if not known or missing_columns is None or any(missing_columns(prompt) is None for prompt in known):
                 continue
@@ -64,21 +79,47 @@ class RewardMix:
     @property
     def accuracy_reward(self) -> str | None:
         """The reward that defines accuracy: the one named `answer`, else the first of weight above 0 whose 1 means correct;
-        None if there is none."""
-        if any(reward.name == "answer" for reward in self.rewards):
+        None if there is none. The tasks of a mix may each have their own: then it is one of them."""
+        return next(iter(self.accuracy_rewards), None)
+
+    @cached_property
+    def accuracy_rewards(self) -> tuple[str, ...]:
+        """The reward that defines accuracy for each task of a mix that has its own, then the one for all others."""
+        of_tasks = (self._accuracy_reward_among([r for r in self.rewards if self.task_of.get(r.name) == t]) for t in self.tasks)
+        others = self._accuracy_reward_among([r for r in self.rewards if r.name not in self.task_of])
+        return tuple(name for name in (*of_tasks, others) if name is not None)
+
+    def _accuracy_reward_among(self, rewards: Sequence[Reward]) -> str | None:
+        if any(reward.name == "answer" for reward in rewards):
             return "answer"
-        counted = [reward.name for reward in self.rewards if reward.weight > 0]
+        counted = [reward.name for reward in rewards if reward.weight > 0]
         return next((name for name in counted if self.accuracy_names is None or name in self.accuracy_names), None)
 
     def is_correct(self, scored: ScoredCompletion) -> bool:
         """Whether a completion is correct: its aspect of the accuracy reward is 1 or more. A failure is not correct."""
-        return any(a.name == self.accuracy_reward and a.value is not None and a.value >= 1 for a in scored.aspects)
+        aspects = {a.name: a for a in scored.aspects if a.value is not None or a.failure is not None}
+        aspect = next((aspects[name] for name in self.accuracy_rewards if name in aspects), None)
+        return aspect is not None and aspect.value is not None and aspect.value >= 1
+
+    def accuracy_by_task(self, groups: Sequence[ScoredGroup]) -> dict[str, float]:
+        """The fraction of correct completions of each task of a mix, as metrics."""
+        metrics = {}
+        for task in self.tasks if self.accuracy_reward is not None else ():
+            correct = [self.is_correct(s) for g in groups if g.group.prompt.columns.get("task") == task for s in g.scored]
+            if correct:
+                metrics[f"accuracy/{task}"] = sum(correct) / len(correct)
+        return metrics
+
+    def _applies(self, reward: Reward, prompt: Prompt) -> bool:
+        """Whether a reward scores a prompt: a reward of one task of a mix scores no others."""
+        return reward.name not in self.task_of or prompt.columns.get("task") == self.task_of[reward.name]
 
     def prefetch(self, group: Group) -> None:
         """Starts the asynchronous rewards on a group that `score` will be called with (the engine's `on_group`). Call it from
         one thread only."""
         if self._async_rewards and id(group) not in self._started:
-            futures = {reward.name: self._threads.submit(self._aspects, reward, group) for reward in self._async_rewards}
+            applied = [reward for reward in self._async_rewards if self._applies(reward, group.prompt)]
+            futures = {reward.name: self._threads.submit(self._aspects, reward, group) for reward in applied}
             self._started[id(group)] = (group, futures)  # keeping the group keeps its id from being reused
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
@@ -105,6 +146,11 @@ class RewardMix:
         self._cache = cache
 
     @property
+    def reads_environments(self) -> bool:
+        """Whether a reward looks at the environments themselves, as reward functions of TRL may."""
+        return any(getattr(reward, "reads_environments", False) for reward in self.rewards)
+
+    @property
     def log_lines(self) -> list[str]:
         """Lines for the run's log about its rewards: the level of the sandbox, the endpoint of a judge."""
         return [line for reward in self.rewards for line in getattr(reward, "log_lines", ())]
@@ -124,7 +170,8 @@ class RewardMix:
         return self._cache.get_or_ask(reward, group, lambda: aspects_of(reward, group))
 
     def _scored_group(self, group: Group, started: Mapping[str, Future[list[Aspect]]]) -> ScoredGroup:
-        columns = [started[r.name].result() if r.name in started else self._aspects(r, group) for r in self.rewards]
+        applied = [reward for reward in self.rewards if self._applies(reward, group.prompt)]
+        columns = [started[r.name].result() if r.name in started else self._aspects(r, group) for r in applied]
         scored = (
             ScoredCompletion(completion, tuple(column[index] for column in columns))
             for index, completion in enumerate(group.completions)
@@ -165,7 +212,7 @@ def _aspect(reward: Reward, result: object, completion: Completion) -> Aspect:
 
 
 def _redact_reason(reason: str | None) -> str | None:
-    """A reason is stored in run.db; a key that a service echoed in it must not be."""
+    """Reasons are stored in run.db, so API keys that a service echoed are removed from them."""
     return None if reason is None else redact(reason)
 
 

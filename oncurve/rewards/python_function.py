@@ -11,18 +11,19 @@ the prompt, and the others are columns.
     f(completion, prompt, answer) -> number
 
 Only arguments in the signature are passed, or all if it ends in `**columns`. For a chat, the prompt is its list of messages,
-and TRL-style completions are lists with one assistant message. The function may be async. None means that the reward does not
-apply. Two differences from TRL: it calls once per batch, not per group, and treats NaN as None; here NaN is a failure.
+and TRL-style completions are lists with one assistant message; with tools, the messages of the complete conversation. A
+parameter `environments` gets the environments that the completions have used. The function may be async. None means that the
+reward does not apply. Two differences from TRL: it calls once per batch, not per group, and treats NaN as None; here NaN is a
+failure.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,12 @@ from oncurve.plugins import load_function
 from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, result_or_error
+from oncurve.workers.event_loop import shared_loop
 from oncurve.workers.pool import Workers, python_workers, shared
 
 Function = Callable[..., Any]
 
-_GROUP_PARAMETERS = frozenset({"prompts", "completions", "completion_ids"})
+_GROUP_PARAMETERS = frozenset({"prompts", "completions", "completion_ids", "environments"})
 
 
 class PythonOptions(Section):
@@ -73,6 +75,10 @@ class FunctionReward:
         """Always true: a function may read a clock, a file or a server, so its results are stored with the run."""
         return True
 
+    @property
+    def reads_environments(self) -> bool:
+        return "environments" in self._parameters
+
     def score(self, group: Group) -> Sequence[Result]:
         """What the function returns; `RewardMix` validates it."""
         if self._per_group:
@@ -80,8 +86,9 @@ class FunctionReward:
             if isinstance(scores, BaseException):
                 raise scores
             return scores  # type: ignore[no-any-return]
-        values = {**group.prompt.columns, "prompt": group.prompt.written}
-        return run_coroutine([result_or_error(self._call, (completion.text,), values) for completion in group.completions])
+        values = ({**_copy(group.prompt.columns), "prompt": group.prompt.written} for _ in group.completions)
+        pairs = zip(group.completions, values, strict=True)
+        return run_coroutine([result_or_error(self._call, (completion.text,), columns) for completion, columns in pairs])
 
     def missing_columns(self, prompt: Prompt) -> str | None:
         if self._per_group:
@@ -126,22 +133,41 @@ class FunctionReward:
         return self.function(*first, **{p.name: available[p.name] for p in named if p.name in available})
 
 
+def _copy(value: Any) -> Any:
+    """A value with its own lists and dicts, so that a function that changes them changes no later score."""
+    if isinstance(value, dict):
+        return {key: _copy(part) for key, part in value.items()}
+    return [_copy(part) for part in value] if isinstance(value, list) else value
+
+
 def _group_values(group: Group) -> dict[str, Any]:
     """Everything that TRL passes by keyword. Its two logging functions can be called, but do nothing."""
     size = len(group.completions)
-    columns = {name: [value] * size for name, value in group.prompt.columns.items()}
+    columns = {name: [_copy(value) for _ in range(size)] for name, value in group.prompt.columns.items()}
     return {
         **columns,
         "prompts": [group.prompt.written for _ in range(size)],
         "completions": [_trl_completion(group.prompt, completion) for completion in group.completions],
         "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
+        **_environments(group),
         "log_extra": _ignore,
         "log_metric": _ignore,
     }
 
 
-def _trl_completion(prompt: Prompt, completion: Completion) -> str | list[dict[str, str]]:
-    return completion.text if prompt.text is not None else [{"role": "assistant", "content": completion.text}]
+def _environments(group: Group) -> dict[str, list[Any]]:
+    """The instances of stateful environments, if there are any."""
+    episodes = [completion.episode for completion in group.completions]
+    instances = [None if episode is None else episode.outcome.instance for episode in episodes]
+    return {"environments": instances} if any(instance is not None for instance in instances) else {}
+
+
+def _trl_completion(prompt: Prompt, completion: Completion) -> str | list[dict[str, Any]]:
+    if prompt.text is not None:
+        return completion.text
+    if completion.episode is not None:
+        return [dict(message) for message in completion.episode.messages]
+    return [{"role": "assistant", "content": completion.text}]
 
 
 def _ignore(name: str, value: object) -> None:
@@ -153,21 +179,13 @@ def run_coroutine(results: Sequence[Any]) -> list[Any]:
     awaitable = [index for index, result in enumerate(results) if inspect.isawaitable(result)]
     if not awaitable:
         return list(results)
-    gathered = asyncio.run_coroutine_threadsafe(_gather([results[index] for index in awaitable]), _loop()).result()
+    gathered = asyncio.run_coroutine_threadsafe(_gather([results[index] for index in awaitable]), shared_loop()).result()
     awaited = dict(zip(awaitable, gathered, strict=True))
     return [awaited.get(index, result) for index, result in enumerate(results)]
 
 
 async def _gather(awaitables: Sequence[Any]) -> list[Any]:
     return await asyncio.gather(*awaitables, return_exceptions=True)
-
-
-@cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One event loop in its own thread: a notebook's loop is busy, and clients stay tied to the loop that they first ran in."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="oncurve-rewards", daemon=True).start()
-    return loop
 
 
 def as_reward(reward: Reward | Function) -> Reward:

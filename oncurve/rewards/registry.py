@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from oncurve.plugins import Registry, check_instance
-from oncurve.recipe.defaults import rewards_for_stage, task_for_stage
+from oncurve.recipe.defaults import mixed_tasks, rewards_for_stage, task_for_stage
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.schema import sections
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import RolloutStage, Stage
 from oncurve.rewards.base import Reward, RewardType
+from oncurve.rewards.episode_reward import EnvironmentOptions, EnvironmentReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.models.process import ProcessOptions, ProcessReward
@@ -41,6 +42,7 @@ from oncurve.rewards.verifiers.puzzles import (
     GuessRewardOptions,
 )
 from oncurve.rewards.verifiers.reasoning_gym import GymRewardOptions, ReasoningGymReward
+from oncurve.rewards.verifiers.reported import ReportedOptions, ReportedReward
 
 REWARDS: Registry[RewardType] = Registry(
     "reward",
@@ -63,6 +65,8 @@ REWARDS: Registry[RewardType] = Registry(
         "model": RewardType(RewardModelOptions, RewardModelReward),
         "judge": RewardType(JudgeOptions, JudgeReward),
         "python": RewardType(PythonOptions, python_reward, is_user_code=True),
+        "reported": RewardType(ReportedOptions, ReportedReward, is_user_code=True),
+        "environment": RewardType(EnvironmentOptions, EnvironmentReward, is_user_code=True),
     },
     check_instance(RewardType),
 )
@@ -75,7 +79,8 @@ DefaultRewards = Callable[[], Sequence[sections.Reward]]
 
 def build_stage_rewards(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> RewardMix:
     """Every reward that grades a stage's completions, ready to score."""
-    return build_rewards(stage_reward_configs(recipe, stage, default_rewards), max_new_tokens=stage.max_new_tokens)
+    configs, tasks = stage_reward_configs(recipe, stage, default_rewards), mixed_tasks(task_for_stage(recipe, stage))
+    return build_rewards(configs, max_new_tokens=stage.max_new_tokens, tasks=tasks)
 
 
 def stage_reward_configs(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
@@ -111,10 +116,14 @@ def _accuracy_reward(recipe: Recipe, stage: Stage, default_rewards: DefaultRewar
     return ()
 
 
-def build_rewards(configs: Sequence[sections.Reward], *, max_new_tokens: int | None = None) -> RewardMix:
-    """The rewards of a recipe or stage. ``max_new_tokens`` is the stage's length limit, for rewards that depend on it."""
+def build_rewards(
+    configs: Sequence[sections.Reward], *, max_new_tokens: int | None = None, tasks: Sequence[str] = ()
+) -> RewardMix:
+    """The rewards of a recipe or stage. ``max_new_tokens`` is the stage's length limit, for rewards that depend on it;
+    ``tasks`` are the names of a mix of tasks."""
     accuracy = [config.label for config in configs if can_define_accuracy(config)]
-    return RewardMix([build_reward(config, max_new_tokens) for config in configs], accuracy)
+    task_of = {config.label: config.task for config in configs if config.task is not None}
+    return RewardMix([build_reward(config, max_new_tokens) for config in configs], accuracy, task_of, tasks)
 
 
 def build_reward(config: sections.Reward, max_new_tokens: int | None = None) -> Reward:

@@ -1,7 +1,8 @@
-"""Cache of nondeterministic reward results (judges, timeouts, user functions), so that a repeated step gets the same rewards.
+"""Cache of what comes from outside: results of nondeterministic rewards (judges, timeouts, user functions) and observations of
+environments, so that a repeated step gets the same.
 
 A nondeterministic reward is called once for each group of a step. Its results are stored in run.db, and a step that is repeated
-(after a kill, by `oncurve replay`) reads them, failures and timeouts included.
+(after a kill, by `oncurve replay`) reads them, failures and timeouts included. Observations are stored as they arrive.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 from oncurve.records import Aspect, Group
 from oncurve.rewards.base import Reward
 
+Write = Callable[[Mapping[str, str]], None]
 AskReward = Callable[[], list[Aspect]]
 
 
@@ -30,17 +32,33 @@ class ReplyCache:
         self._lock = threading.Lock()
         self._known: dict[str, str] = {}
         self._new: dict[str, str] = {}
+        self._write: Write | None = None
 
-    def load(self, known: Mapping[str, str]) -> None:
-        """Switches to another step or evaluation, with the results that are stored for it."""
+    def load(self, known: Mapping[str, str], write: Write | None = None) -> None:
+        """Switches to another step or evaluation, with the results that are stored for it. ``write`` stores new ones at once,
+        before the step has ended."""
         with self._lock:
-            self._known, self._new = dict(known), {}
+            self._known, self._new, self._write = dict(known), {}, write
 
     @property
     def new_replies(self) -> dict[str, str]:
         """The results since `load`, to be stored."""
         with self._lock:
             return dict(self._new)
+
+    def get(self, key: str) -> str | None:
+        """What was stored under a key; None if nothing was."""
+        with self._lock:
+            return self._known.get(key)
+
+    def add(self, key: str, reply: str) -> None:
+        """Stores what took long to get, at once if that is possible here. Call it from the thread of the run's database."""
+        with self._lock:
+            self._known[key] = reply
+            if self._write is None:
+                self._new[key] = reply
+        if self._write is not None:
+            self._write({key: reply})
 
     def get_or_ask(self, reward: Reward, group: Group, ask: AskReward) -> list[Aspect]:
         """The stored result for a group, else that of ``ask``. If two threads ask for the same, the first result counts."""

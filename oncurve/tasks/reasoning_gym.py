@@ -106,7 +106,7 @@ class ReasoningGymTask:
             return _problem(family, seed, json.dumps(settings), index)
         except WorkerFailedError as error:
             where, because = f"task.settings.{family}", f"reasoning-gym says: {error}"
-            raise RecipeError(where, settings, because=because, fix="fix these settings") from None
+            raise RecipeError(where, settings, because=because, fix="correct these settings") from None
 
 
 @lru_cache(maxsize=20_000)

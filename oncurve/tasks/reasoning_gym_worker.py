@@ -34,7 +34,7 @@ def answer(job: dict[str, Any]) -> Any:
     entry = data[job["index"]]
     columns = {name: entry["metadata"][name] for name in CHECKED_FIELDS if name in entry["metadata"]}
     scorer = type(data).score_answer is not ProceduralDataset.score_answer
-    if entry["answer"] is not None:  # a few families have many right answers, and give none
+    if entry["answer"] is not None:  # None in a few families with many right answers
         columns["answer"] = str(entry["answer"])
     return {"question": str(entry["question"]), "columns": columns, "scorer": scorer}
 

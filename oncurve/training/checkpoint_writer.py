@@ -104,7 +104,7 @@ class CheckpointWriter:
         return completed
 
     def completed(self) -> list[SavedCheckpoint]:
-        """What was completed since the last call. Does not wait."""
+        """The checkpoints that were completed since the last call. Does not wait."""
         return self.wait() if self._pending is not None and self._pending.done() else []
 
     def wait(self) -> list[SavedCheckpoint]:

@@ -98,9 +98,11 @@ def answer_sampling(recipe: Recipe, stage: Stage, policy: Policy, prompts: Seque
 
 
 def _default_limit(policy: Policy, prompts: Sequence[Prompt]) -> int:
-    """The default length limit, or less if the model has fewer positions: a default must not be why a run is refused."""
-    longest = max(len(policy.encode(prompt)) for prompt in prompts)
-    return max(1, min(DEFAULT_ANSWER_LIMIT, policy.max_positions - longest))
+    """The default length limit, or less if the model has fewer positions: a default must not be why a run is refused. If the
+    prompts have environments, whose `reset` may add to them, half of the positions stay free for that."""
+    room = policy.max_positions - max(len(policy.encode(prompt)) for prompt in prompts)
+    has_reset = any(hasattr(prompt.environment, "begin") for prompt in prompts)
+    return max(1, min(DEFAULT_ANSWER_LIMIT, room // 2 if has_reset else room))
 
 
 def evaluate(
@@ -148,6 +150,7 @@ def summarise(scored: Sequence[ScoredGroup], rewards: RewardMix, stage: str, ste
         "length_mean": float(np.mean([c.length for c in completions])),
         "cut_share": float(np.mean([c.is_truncated for c in completions])),
         **best_of_k_metrics(scored, correct),
+        **rewards.accuracy_by_task(scored),
     }
     accuracy = float(np.mean([is_correct for row in correct for is_correct in row])) if correct else None
     return EvalReport(stage, step, accuracy, len(scored), dict(sorted(levels.items())), metrics, tuple(scored))

@@ -13,6 +13,11 @@ from oncurve.runs.database.writer import RunWriter
 class Listener:
     """Override the events that you need. They come in order, on the training thread."""
 
+    @property
+    def wants_stop(self) -> bool:
+        """Whether the stage should end after this step, as if it had no more steps."""
+        return False
+
     def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None: ...
 
     def on_stage_start(self, stage: str, type: str, position: int, steps: int, done: int) -> None: ...
@@ -38,6 +43,10 @@ class Listeners(Listener):
 
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self.all = tuple(listeners)
+
+    @property
+    def wants_stop(self) -> bool:
+        return any(listener.wants_stop for listener in self.all)
 
     def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None:
         for listener in self.all:

@@ -22,8 +22,8 @@ def check_stage_data(stage: Stage, task: Task, rewards: RewardMix) -> None:
         raise DataError(
             "task.path",
             "no training prompts",
-            because=f"the stage '{stage.label}' samples training prompts, and the task has prompts for evaluation only",
-            fix="set task.path to a file of training prompts",
+            because=f"the stage '{stage.label}' samples training prompts, and all prompts of the task are held out",
+            fix="set task.path to a file of training prompts, or hold out fewer of its rows (task.heldout_share)",
         )
     if stage.heldout_patience is not None and not task.heldout:
         raise DataError(

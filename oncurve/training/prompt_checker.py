@@ -6,6 +6,9 @@ for each order of roles: a chat template may refuse a role.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from oncurve.errors import ModelError
 from oncurve.models.chat_template import encode_example
 from oncurve.models.policy import Policy
@@ -36,6 +39,8 @@ class PromptChecker:
         return self.has_new_roles(prompt) | may_be_long
 
     def check_prompt(self, prompt: Prompt, new_tokens: int) -> None:
+        if prompt.agent is not None:  # what the model is given is up to the agent
+            return
         if self.policy.system_prompt and prompt.messages is None:
             raise ModelError(
                 "model.system_prompt",
@@ -48,14 +53,15 @@ class PromptChecker:
 
     def check_example(self, example: Example) -> None:
         if self.must_encode(example.prompt, example.prompt.shown + example.completion, 1):
-            self._check_length(example.prompt, len(encode_example(self.policy, example)[0]), "a demonstration")
+            new_tokens = len(encode_example(self.policy, example)[0])
+            self._check_length(example.prompt, new_tokens, "a demonstration", example.tools)
 
-    def _check_length(self, prompt: Prompt, new_tokens: int, purpose: str) -> None:
-        length = len(self.policy.encode(prompt))
+    def _check_length(self, prompt: Prompt, new_tokens: int, purpose: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        length = len(self.policy.encode(prompt, tools))
         if length + new_tokens > self.policy.max_positions:
             raise ModelError(
                 prompt.id,
                 f"a prompt of {length} tokens with {new_tokens} for {purpose}",
-                because=f"the model addresses {self.policy.max_positions} positions",
+                because=f"the model has {self.policy.max_positions} positions",
                 fix="shorten or drop the prompt, lower sampling.max_new_tokens, or use a model with a longer context",
             )

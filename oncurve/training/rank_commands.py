@@ -101,7 +101,8 @@ def run_worker_rank(
 
 
 def _build_loop(trainer: Trainer, stage: Stage, rollbacks: int, start: str | None) -> StageLoop:
-    """A stage's loop, as rank 0 has it. Weights are loaded first, since a loop may copy them (a reference)."""
+    """Builds the same loop of a stage that rank 0 has. Weights are loaded first, because a loop may copy them (as a
+    reference)."""
     checkpoint = None if start is None else files.load(Path(start))
     if checkpoint is not None and trainer.policy is not None:
         load_weights(trainer.policy, checkpoint.tensors["model"])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from oncurve.errors import RunError
 from oncurve.models.loading.load import choose_device
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage
 from oncurve.runs.folder import SEMANTICS, RunFolder
 
 
@@ -22,6 +23,10 @@ def _later_stages_sample(recipe: Recipe) -> bool:
 
 def _combines_top_k_and_top_p(recipe: Recipe) -> bool:
     return any(stage.sampling.top_k > 0 and stage.sampling.top_p < 1 for stage in recipe.rollout_stages)
+
+
+def _learns_from_truncated_samples(recipe: Recipe) -> bool:
+    return any(isinstance(stage, PolicyGradientStage) and stage.sampling.truncates for stage in recipe.rollout_stages)
 
 
 def _has_int8_moments(recipe: Recipe) -> bool:
@@ -44,14 +49,28 @@ def _has_own_environment(recipe: Recipe) -> bool:
     return ":" in (getattr(recipe.task, "environment", None) or "")
 
 
+def _discards_groups_within_a_budget(recipe: Recipe) -> bool:
+    return any(
+        isinstance(stage, Grpo) and stage.no_signal == "resample" and stage.tokens is not None for stage in recipe.stages
+    )
+
+
+def _has_16_bit_weights(recipe: Recipe) -> bool:
+    """A quantised model's buffers were never rounded."""
+    return recipe.uses_policy and recipe.model.dtype != "float32" and recipe.model.quantise is None
+
+
 CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
     2: {
         "a second sampling stage has its own prompts and random numbers": _later_stages_sample,
         "top_p is taken of what top_k leaves": _combines_top_k_and_top_p,
+        "log-probs of truncated samples are renormalised": _learns_from_truncated_samples,
         "int8 moments no longer shrink updates": _has_int8_moments,
         "held-out answers end at sampling.stop and not before min_new_tokens": _ends_completions_itself,
         "on a CPU adapters are merged into the weights": _adapts_on_a_cpu,
         "long replies of an environment are prefilled in one pass": _has_own_environment,
+        "groups that resampling discards count in the budget of tokens": _discards_groups_within_a_budget,
+        "in 16 bits, frequencies of rotary embeddings stay in float32": _has_16_bit_weights,
     }
 }
 """By version: what has changed since the version before, and whether a recipe uses it."""

@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import io
 import math
-import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -45,6 +44,8 @@ class SinkListener(Listener):
         self.first_step: dict[str, int] = {}
         """Steps of all stages before each stage."""
         self.failed = False
+        self.notify: Listener = Listener()
+        """The run's listeners, which are told if this sink fails."""
 
     def on_run_start(self, recipe: Recipe, folder: Path, parameters: int, resumed_from: tuple[str, int] | None) -> None:
         total = 0
@@ -79,7 +80,7 @@ class SinkListener(Listener):
             act()
         except Exception as error:  # no error of another package (network, disk, bug) may end a run
             self.failed = True
-            print(f"{self.sink.type} logging is disabled for this run: {type(error).__name__}: {error}", file=sys.stderr)
+            self.notify.on_event("sink", f"{self.sink.type} logging is disabled for this run: {type(error).__name__}: {error}")
 
     def open(self, recipe: Recipe, folder: Path, resumed_at: int | None) -> None:
         raise NotImplementedError

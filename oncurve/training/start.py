@@ -22,7 +22,7 @@ from oncurve.models.llama.c_build import load_library
 from oncurve.models.loading.load import choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.defaults import task_for_stage, with_importance_cap
-from oncurve.recipe.load import changed_keys, dump_recipe, flatten, load_recipe, parse_recipe
+from oncurve.recipe.load import changed_keys, dump_recipe, flatten, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Task as TaskConfig
 from oncurve.recipe.schema.stages import Stage
@@ -35,7 +35,7 @@ from oncurve.runs.folder import Parent, RunFolder, check_destination
 from oncurve.runs.secrets import holds_secret, redact
 from oncurve.tasks.base import Task
 from oncurve.tasks.registry import build_task
-from oncurve.training.inputs import check_inputs, record_inputs
+from oncurve.training.inputs import check_inputs, folder_of_inputs, record_inputs
 from oncurve.training.listeners import Listener
 from oncurve.training.preflight import check_stage_data
 from oncurve.training.rank_commands import announce_run, check_world_size, run_worker_rank
@@ -73,7 +73,7 @@ def begin(
         policy = load_policy_for(recipe, task_of, listeners, policy)
 
     def fill(new: RunFolder, path: Path) -> None:
-        write_first_files(recipe, new, path, rewards)
+        write_first_files(recipe, new, path, rewards, task)
         RunWriter.create(new.path).close()
 
     run = RunFolder.create_at(out, fill=fill) if out else RunFolder.create(runs_dir, recipe.name, fill=fill)
@@ -87,10 +87,12 @@ def begin(
     return run
 
 
-def write_first_files(recipe: Recipe, new: RunFolder, path: Path, rewards: RewardMix | None = None) -> None:
+def write_first_files(
+    recipe: Recipe, new: RunFolder, path: Path, rewards: RewardMix | None = None, task: Task | None = None
+) -> None:
     """The files that new runs and forks have in common. The user agrees to the run at the path that it is about to get."""
     new.write_recipe(dump_recipe(recipe))
-    record_inputs(new, recipe, rewards)
+    record_inputs(new, recipe, rewards, task)
     trust.grant(new, recipe, path)
 
 
@@ -111,21 +113,27 @@ def resume(
     ``sets`` may change keys that describe the machine (`MACHINE_KEYS`): prompts and random numbers stay the same, and rounding
     may differ. With ``accept_changes`` the run continues although its reward functions or data files have changed.
     """
+    run = RunFolder(run.path.absolute())  # a reward may change the current directory
+    with folder_of_inputs(run):
+        return _resume(run, sets, listeners, task, rewards, policy, minutes, accept_changes, world)
+
+
+def _resume(
+    run: RunFolder, sets: Sequence[str], listeners: Sequence[Listener], task: Task | None, rewards: RewardMix | None,
+    policy: Policy | None, minutes: float | None, accept_changes: bool, world: World,
+) -> RunFolder:  # fmt: skip
     if not world.is_rank_zero:
         return run_worker_rank(world, lambda recipe: build_tasks_and_rewards(recipe, task, rewards), policy)
-    run = RunFolder(run.path.absolute())  # a reward may change the current directory
     from_python = {"task": task, "rewards": rewards, "model": policy}
     trust.check(run, *(part for part in trust.PARTS if from_python.get(part) is None))
-    check_resumable(run, rewards, accept_changes=accept_changes)
+    check_resumable(run, rewards, task, accept_changes=accept_changes)
     recipe = with_machine_overrides(run, sets)
     check_world_size(recipe, world)
     task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
     announce_run(world, recipe, run)
     trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, minutes, world)
-    if sets:
-        run.write_recipe(dump_recipe(recipe))
     complete_database(run)
-    trainer.train()
+    trainer.train(writes_recipe=bool(sets))
     return run
 
 
@@ -135,7 +143,9 @@ def complete_database(run: RunFolder) -> None:
         RunWriter.create(run.path).close()
 
 
-def check_resumable(run: RunFolder, rewards: RewardMix | None = None, *, accept_changes: bool = False) -> None:
+def check_resumable(
+    run: RunFolder, rewards: RewardMix | None = None, task: Task | None = None, *, accept_changes: bool = False
+) -> None:
     """Raises RunError if the run is finished or is being trained, or would not continue as it began: this release computes its
     settings differently, or its reward functions or data files have changed."""
     state = run.state()
@@ -151,9 +161,9 @@ def check_resumable(run: RunFolder, rewards: RewardMix | None = None, *, accept_
         raise RunError(
             run.name, f"still running (process {state.pid})", because="a run has one writer", fix="stop that process first"
         )
-    recipe = load_recipe(run.recipe)
+    recipe = trust.load_recipe_of(run)
     check_semantics(run, recipe)
-    check_inputs(run, recipe, rewards, accept_changes=accept_changes)
+    check_inputs(run, recipe, rewards, task, accept_changes=accept_changes)
 
 
 MACHINE_KEYS = re.compile(
@@ -165,7 +175,7 @@ MACHINE_KEYS = re.compile(
 
 def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
     """The run's recipe, with changes of keys that describe the machine."""
-    before = load_recipe(run.recipe)
+    before = trust.load_recipe_of(run)
     if not sets:
         return before
     recipe = parse_recipe(before.model_dump(mode="json", exclude_none=True), sets)
@@ -176,7 +186,8 @@ def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
                 f"{key}={value}",
                 because="a resumed run keeps its recipe, so that it ends as if it had never stopped; only keys that describe "
                 "the machine may change: threads, device, engine, scale, tokens_per_pack, workers",
-                fix=f"`oncurve fork {run.shown} --step N --set {key}={value}` continues with the change",
+                fix=f"`oncurve fork {run.shown} --step N --set {key}={value}` continues with the change; "
+                "to start a new run, leave out --resume",
             )
     return recipe
 
@@ -192,11 +203,22 @@ def fork(
     listeners: Sequence[Listener] = (),
     world: World = SINGLE_PROCESS,
 ) -> RunFolder:
-    """A new run that continues from a checkpoint of another with changes, on the same prompts and random numbers."""
+    """A new run that continues from a checkpoint of another with changes, on the same prompts and random numbers. Its relative
+    files are its parent's, wherever this is called."""
+    parent, out = RunFolder(parent.path.absolute()), None if out is None else out.absolute()
+    runs_dir = runs_dir.absolute()
+    with folder_of_inputs(parent):
+        return _fork(parent, step, sets, stage, runs_dir, out, listeners, world)
+
+
+def _fork(
+    parent: RunFolder, step: int, sets: Sequence[str], stage: str | None, runs_dir: Path, out: Path | None,
+    listeners: Sequence[Listener], world: World,
+) -> RunFolder:  # fmt: skip
     if not world.is_rank_zero:
         return run_worker_rank(world, build_tasks_and_rewards)
     trust.check(parent)
-    before = load_recipe(parent.recipe)
+    before = trust.load_recipe_of(parent)
     check_semantics(parent, before)
     recipe = with_machine_defaults(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
     check_world_size(recipe, world)
@@ -213,6 +235,7 @@ def fork(
         with RunWriter.open(new.path) as store:
             store.forget_after(checkpoint.stage, checkpoint.step)
             store.forget_replies_after(checkpoint.stage, checkpoint.step)
+            store.forget_rollbacks_after(checkpoint.stage, checkpoint.step)
 
     if out:
         run = RunFolder.create_at(out, parent=origin, fill=fill)
@@ -241,11 +264,12 @@ def with_machine_defaults(recipe: Recipe) -> Recipe:
 def task_for(recipe: Recipe, stage: Stage) -> Task:
     """The stage's task, built once per process."""
     where = "task" if stage.task is None else f"{stage.label}.task"
-    return _build_task(task_for_stage(recipe, stage).model_dump_json(), where)
+    return _build_task(task_for_stage(recipe, stage).model_dump_json(), where, os.getcwd())
 
 
 @lru_cache(maxsize=8)
-def _build_task(config: str, where: str) -> Task:
+def _build_task(config: str, where: str, folder: str) -> Task:
+    """``folder`` is the current one: the task's files are relative to it."""
     return build_task(TaskConfig.model_validate_json(config), where)
 
 

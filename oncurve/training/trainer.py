@@ -3,10 +3,6 @@
 The trainer knows stages only by the `StageLoop` protocol. Exactness rests on three rules. A step is a pure function of
 (weights, optimiser, reference, seed, step number) and of replies from outside, which are stored. A checkpoint holds all of
 these. On resume everything recorded after the checkpoint is deleted and done again.
-
-`deterministic = true`: use only GPU algorithms that give the same bits each time, and measure what they cost.
-
-The collapse watch: warns early that a run has stopped learning, and says what to change.
 """
 
 from __future__ import annotations
@@ -16,31 +12,29 @@ import gc
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from oncurve.agents.episode_record import PREFIX as EPISODE_PREFIX
 from oncurve.distributed.signals import STOPPING, graceful_shutdown
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.base import build_engine
-from oncurve.errors import OncurveError, RecipeError, RunError
+from oncurve.engines.base import MAX_EARLIER, MAX_REMEMBERED, Engine, build_engine
+from oncurve.errors import OncurveError, RecipeError, RunError, troubleshooting
 from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, choose_device, load_policy, loading_message
-from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
 from oncurve.models.policy import Policy
-from oncurve.recipe.defaults import seed_for_stage
+from oncurve.recipe.defaults import seed_for_stage, task_for_stage
+from oncurve.recipe.load import dump_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Stage
 from oncurve.records import EvalReport, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.step_spans import Decode
-from oncurve.rewards.reply_cache import ReplyCache
+from oncurve.rewards.reply_cache import ReplyCache, Write
 from oncurve.runs.atomic_files import clear_partial_writes, write_folder_atomically
 from oncurve.runs.bad_batches import save_bad_batch
 from oncurve.runs.checkpoints import files
@@ -59,116 +53,13 @@ from oncurve.training.checkpoint_writer import (
     SavedCheckpoint,
     collect_checkpoint_state,
 )
+from oncurve.training.collapse_watch import CollapseWatch, learning_rate_warning
+from oncurve.training.determinism import enable_determinism
 from oncurve.training.evaluate import answer_sampling, evaluate
-from oncurve.training.learner.oom_retry import OutOfMemory
 from oncurve.training.listeners import Listener, Listeners, Recorder
 from oncurve.training.preflight import check_policy
 from oncurve.training.sinks import build_sinks
 from oncurve.training.stages.table import StageContext, StageLoop, build_loop
-
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-REPEATS = 5
-TOKENS = 256
-"""Length of the completion on which the cost is measured, if the model has as many positions."""
-
-
-def enable_determinism(deterministic: bool, policy: Policy) -> str | None:
-    """Configures torch. Returns a line for the run's log; None if there is nothing to log.
-
-    On a CPU every algorithm that training uses is deterministic. On a GPU some sum in the order in which threads finish: those
-    are replaced, and cuBLAS gets a fixed workspace, which must be set before its first use.
-    """
-    on_gpu = policy.device.type == "cuda"
-    if not deterministic or not on_gpu:
-        return "deterministic: on a CPU training always repeats bit for bit" if deterministic else None
-    os.environ.setdefault(WORKSPACE, ":4096:8")
-    before = measure_pass_seconds(policy)
-    torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
-    after = measure_pass_seconds(policy)
-    return f"deterministic algorithms: a forward and backward pass takes {after / before:.2f} × as long as without them"
-
-
-def measure_pass_seconds(policy: Policy) -> float:
-    """Median seconds of a forward and backward pass over one short sequence. Clears its gradient."""
-    size = policy.model.config.get_text_config().vocab_size
-    ids = np.arange(min(TOKENS, policy.max_positions // 2), dtype=np.int64) % size
-    pack = build_pack([PrefixGroup(ids[:8], (ids,), (0,))], policy.device)
-    seconds = []
-    for _ in range(REPEATS):
-        started = time.perf_counter()
-        logp_M, _ = policy.pack_logps(pack)
-        logp_M.sum().backward()  # type: ignore[no-untyped-call]
-        if policy.device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - started)
-        policy.model.zero_grad(set_to_none=True)
-    return median(seconds)
-
-
-PATIENCE = 5
-"""Steps in a row that must look bad before a warning, and look well before it may be repeated."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollapseRule:
-    """One way for training to collapse: its sign in a step's metrics, and what helps."""
-
-    is_bad: Callable[[Mapping[str, float]], bool]
-    message: str
-
-
-COLLAPSE_RULES = {
-    "entropy": CollapseRule(
-        lambda m: m.get("sampled_entropy", 1.0) < 0.01,
-        "entropy is {sampled_entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
-        "optimiser.learning_rate, set kl.beta or entropy_bonus, or continue from an earlier step with `oncurve fork`",
-    ),
-    "easy": CollapseRule(
-        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 0.0) > 0.5,
-        "no group has a signal, and {accuracy:.0%} of completions are correct: the prompts are too easy now. Use harder ones, "
-        "or stop here",
-    ),
-    "equal": CollapseRule(
-        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and "accuracy" not in m,
-        "no group has a signal: its rewards are all equal. Use other prompts, a finer-grained reward, or a larger group_size "
-        "(oncurve probe)",
-    ),
-    "hard": CollapseRule(
-        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 1.0) <= 0.5,
-        "no group has a signal, and {accuracy:.0%} of completions are correct: all rewards of a group are equal. Use "
-        "easier prompts, a reward with partial credit, a larger group_size, or an sft stage first (oncurve probe)",
-    ),
-    "length": CollapseRule(
-        lambda m: m.get("cut_share", 0.0) > 0.9,
-        "{cut_share:.0%} of completions are truncated at the length limit: their answers are missing. Raise "
-        "sampling.max_new_tokens, or set overlong.buffer or mask_cut",
-    ),
-}
-
-
-class CollapseWatch:
-    """Checks each step's report. A rule warns once it has held for `PATIENCE` steps."""
-
-    def __init__(self) -> None:
-        self.streaks: dict[str, int] = {}
-        """By rule: bad steps in a row, or, if negative, good ones."""
-        self.warned: set[str] = set()
-
-    def check(self, report: StepReport) -> list[str]:
-        """The warnings to give after this step."""
-        warnings = []
-        for name, rule in COLLAPSE_RULES.items():
-            is_bad = bool(report.groups) and rule.is_bad(report.metrics)
-            streak = self.streaks.get(name, 0)
-            self.streaks[name] = max(1, streak + 1) if is_bad else min(-1, streak - 1)
-            if self.streaks[name] <= -PATIENCE:
-                self.warned.discard(name)
-            if self.streaks[name] >= PATIENCE and name not in self.warned:
-                self.warned.add(name)
-                warnings.append(f"{report.stage} {report.step}: " + rule.message.format(**report.metrics))
-        return warnings
-
 
 MAX_ROLLBACKS = 3
 """Roll-backs to one checkpoint before a run gives up: other samples did not help."""
@@ -212,13 +103,15 @@ class Trainer:
         policy: Policy | None = None, minutes: float | None = None, world: World = SINGLE_PROCESS,
     ) -> None:  # fmt: skip
         self.recipe, self.run, self.task_of, self.rewards_of, self.world = recipe, run, task_of, rewards_of, world
-        sinks = build_sinks(recipe) if world.is_rank_zero else ()
-        self.listeners, self.minutes, self.started = (*listeners, *sinks), minutes, time.monotonic()
+        self.sinks = build_sinks(recipe) if world.is_rank_zero else []
+        self.listeners, self.minutes, self.started = (*listeners, *self.sinks), minutes, time.monotonic()
         is_ready = policy is not None and world.size == 1  # a new run loads and checks its policy before it has a folder
         self.policy = policy if is_ready else load_policy_for(recipe, task_of, self.listeners, policy, world)
         set_threads(recipe, world)
-        self.engine = None if self.policy is None else build_engine(self.policy, recipe)
         self.reply_cache = ReplyCache()
+        self.engine = None if self.policy is None else with_agents(build_engine(self.policy, recipe), recipe)
+        if self.engine is not None:
+            self.engine.replies = self.reply_cache
         for stage in recipe.stages:
             rewards_of(stage).bind(self._decode, run.path)
             rewards_of(stage).use_cache(self.reply_cache)
@@ -234,12 +127,16 @@ class Trainer:
             )  # fmt: skip
         return self.policy.decode
 
-    def train(self) -> None:
+    def train(self, *, writes_recipe: bool = False) -> None:
         """Runs all stages, or those that follow the last checkpoint. At the end ``model/`` is written and the run is marked as
-        finished."""
+        finished. ``writes_recipe``: the recipe has changed, and is written once the run is locked."""
         with RunWriter.open(self.run.path) as store:
+            if writes_recipe:
+                self.run.write_recipe(dump_recipe(self.recipe))
             self.store = store
             self.notify = Listeners([Recorder(store), *self.listeners])
+            for sink in self.sinks:
+                sink.notify = self.notify
             self.checkpoint_writer, self.collapse_watch = CheckpointWriter(self.run.checkpoints), CollapseWatch()
             self.run.set_status("running")
             tokenizer = self.run.tokenizer
@@ -252,6 +149,8 @@ class Trainer:
                     start = self._last_checkpoint()
                     clear_partial_writes(self.run.path)
                     self._rewind(store, start)
+                    if self.engine is not None and self.recipe.engine.draft != "off":
+                        self.engine.answers.update(store.last_answers(MAX_EARLIER, MAX_REMEMBERED))
                     self._run_stages(start)
                     self._report_saved(self.checkpoint_writer.wait())
                     self.world.send_command("model")
@@ -305,6 +204,9 @@ class Trainer:
         self.world_of(stage).send_command("stage", position=position, rollbacks=rollbacks, start=checkpoint)
         loop = self.build_loop(stage, rollbacks, start)
         self.notify.on_stage_start(stage.label, stage.type, position, stage.steps, done)
+        warning = learning_rate_warning(stage)
+        if warning is not None:
+            self.notify.on_event("warning", warning, stage.label)
         for line in getattr(self.task_of(stage), "log_lines", ()):
             self.notify.on_event("task", line, stage.label)
         for line in self.rewards_of(stage).log_lines:
@@ -313,7 +215,7 @@ class Trainer:
             self._evaluate(stage, 0)  # a mean reward means little by itself: it is compared with that of the start
         last = done
         for n in range(done + 1, stage.steps + 1):
-            if loop.is_over or self._is_out_of_patience(stage):
+            if loop.is_over or self._is_out_of_patience(stage) or self.notify.wants_stop:
                 break
             self._step_and_record(stage, loop, n)
             last = n
@@ -365,11 +267,11 @@ class Trainer:
         self.world_of(stage).send_command("step", n=n, replies=known_replies)
         try:
             with collect_notes() as notes, watch_progress(partial(self.notify.on_measuring, stage.label, n)):
-                report, new_replies = self.run_step(stage, loop, n, known_replies)
-        except OncurveError as error:
-            # Memory may run out between two updates of a step, and half a step can't be resumed.
+                write = partial(self.store.record_replies, stage.label, n, "train")
+                report, new_replies = self.run_step(stage, loop, n, known_replies, write)
+        except OncurveError:
             all_failed = self.world_of(stage).all_failed(f"{stage.label}/{n}")
-            if n > 1 and all_failed and not isinstance(error, OutOfMemory):
+            if n > 1 and all_failed and not notes.has_update:  # half a step can't be resumed
                 self._save(stage, loop, n - 1)
                 self._report_saved(self.checkpoint_writer.wait())
             raise
@@ -386,13 +288,23 @@ class Trainer:
             self._save(stage, loop, n)
             self._stop_if_requested()
 
-    def run_step(self, stage: Stage, loop: StageLoop, n: int, replies: Mapping[str, str]) -> tuple[StepReport, dict[str, str]]:
-        """Collective: (the step's report, the replies from outside that are new). ``replies`` were stored by an earlier try."""
-        self.reply_cache.load(replies)
+    def run_step(
+        self, stage: Stage, loop: StageLoop, n: int, replies: Mapping[str, str], write: Write | None = None
+    ) -> tuple[StepReport, dict[str, str]]:
+        """Collective: (the step's report, the replies from outside that are new). ``replies`` were stored by an earlier try;
+        ``write`` stores some of the new ones at once."""
+        self._load_replies(stage, replies, write)
         self.world_of(stage).set_step(stage.label, n)
         with _restored_directory():
             report = loop.step(n)
         return report, self.world_of(stage).all_gather_dict(self.reply_cache.new_replies)
+
+    def _load_replies(self, stage: Stage, replies: Mapping[str, str], write: Write | None) -> None:
+        """Loads recorded replies. Recorded episodes are left out if a reward reads the environments themselves: such a reward
+        needs episodes that have run in this process."""
+        if self.rewards_of(stage).reads_environments:
+            replies = {key: reply for key, reply in replies.items() if not key.startswith(EPISODE_PREFIX)}
+        self.reply_cache.load(replies, write)
 
     def _handle_notes(self, stage: Stage, report: StepReport, notes: Sequence[Note]) -> None:
         """Logs a step's notes, saves a bad batch, warns of a collapse, and rolls back after too many bad steps in a row."""
@@ -419,7 +331,8 @@ class Trainer:
             after = "" if start is None else f" after {len(earlier)} roll-backs to step {to}"
             raise RunError(
                 self.run.name, f"stage '{stage.label}' keeps producing bad updates{after}", because=because,
-                fix=f"oncurve show {self.run.shown} --bad; lower optimiser.learning_rate, fix the reward, or set save_every",
+                fix=f"oncurve show {self.run.shown} --bad; lower optimiser.learning_rate, fix the reward, or set save_every; "
+                + troubleshooting("NaN and skipped updates"),
             )  # fmt: skip
         count = stage.optimiser.guard.rollback_after
         message = f"{stage.label}: back to {start.path.name} after {count} bad {'step' if count == 1 else 'steps in a row'}"
@@ -454,13 +367,16 @@ class Trainer:
         known_replies = self.store.replies(stage.label, step, "eval")
         self.world_of(stage).send_command("evaluate", step=step, replies=known_replies)
         with watch_progress(partial(self.notify.on_measuring, stage.label, step)):
-            report, new_replies = self.run_evaluation(stage, step, known_replies)
+            write = partial(self.store.record_replies, stage.label, step, "eval")
+            report, new_replies = self.run_evaluation(stage, step, known_replies, write)
         self.store.record_replies(stage.label, step, "eval", new_replies)
         self.notify.on_eval(report)
 
-    def run_evaluation(self, stage: Stage, step: int, replies: Mapping[str, str]) -> tuple[EvalReport, dict[str, str]]:
+    def run_evaluation(
+        self, stage: Stage, step: int, replies: Mapping[str, str], write: Write | None = None
+    ) -> tuple[EvalReport, dict[str, str]]:
         """Collective: measures the policy on the held-out prompts of a stage's task."""
-        self.reply_cache.load(replies)
+        self._load_replies(stage, replies, write)
         prompts, world = self.task_of(stage).heldout, self.world_of(stage)
         world.set_phase("measure")
         assert self.engine is not None, "only stages that update the policy are evaluated"
@@ -512,7 +428,7 @@ class Trainer:
         if parent is not None and (start is None or start.stage not in {stage.name for stage in store.stages()}):
             raise RunError(
                 self.run.name, "an incomplete fork",
-                because=f"its copy of {parent.run} is missing or damaged, and it would train from nothing",
+                because=f"its copy of {parent.run} is missing or damaged, and it would train from the start",
                 fix=f"delete it and fork again: oncurve fork {parent.run} --stage {parent.stage} --step {parent.step}",
             )  # fmt: skip
         if start is None:
@@ -535,7 +451,7 @@ class Trainer:
             return
         write_folder_atomically(self.run.model, lambda folder: policy.save(folder, weights))
         if lora.is_attached(policy.model):
-            lora.save(policy.model, self.run.path / "adapter")
+            write_folder_atomically(self.run.path / "adapter", lambda folder: lora.save(policy.model, folder))
 
     def _request_stop(self, number: int) -> None:
         self.stop_signal = number
@@ -596,6 +512,15 @@ def shard_policy(policy: Policy, recipe: Recipe, world: World) -> Policy:
 
     device, scale = choose_device(recipe.model.device), recipe.scale
     return ShardedPolicy(policy, device, world.collective, offload=scale.offload, gather=scale.gather, tensor=world.tp_size)
+
+
+def with_agents(engine: Engine, recipe: Recipe) -> Engine:
+    """The engine, which also runs agents if a stage's task has them. The caller closes it."""
+    if not any(task_for_stage(recipe, stage).type == "agent" for stage in recipe.stages):
+        return engine
+    from oncurve.agent_programs.agent_engine import AgentEngine  # its endpoint needs an optional package
+
+    return AgentEngine(engine)
 
 
 def set_threads(recipe: Recipe, world: World) -> None:

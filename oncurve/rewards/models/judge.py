@@ -23,7 +23,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from oncurve.errors import RecipeError
 from oncurve.recipe.schema.base import Count, Section
 from oncurve.records import Group, Prompt
-from oncurve.rewards.base import Result, Score, missing_column
+from oncurve.rewards.base import Result, Score, missing_column, not_applicable
 from oncurve.rewards.models.judge_client import JudgeClient, JudgeReplyError
 from oncurve.rewards.python_function import run_coroutine
 from oncurve.rewards.verifiers.answer_extraction import without_thinking
@@ -141,6 +141,9 @@ class JudgeReward:
         return missing_column(prompt, *(name for name in template_columns(self.options.template) if name != "prompt"))
 
     def score(self, group: Group) -> Sequence[Result]:
+        missing = self.missing_columns(group.prompt)
+        if missing is not None:
+            return not_applicable(group, f"the prompt has no column {missing}")
         texts = [c.text if self.options.thinking else without_thinking(c.text).strip() for c in group.completions]
         if self.options.mode == "rank":
             (ranked,) = run_coroutine([self._rank(group.prompt, texts)])

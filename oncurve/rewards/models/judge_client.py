@@ -87,8 +87,18 @@ class JudgeClient:
             raise JudgeReplyError("the judge's reply is empty")
         return str(text)
 
+    async def prompt_logprobs(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The `logprobs` of a text completion that echoes its prompt; empty if the endpoint returns none."""
+        async with self._semaphore:
+            try:
+                reply = await self._client.completions.create(**request)
+            except import_module("openai").OpenAIError as error:
+                raise ConnectionError(self.redact(f"{type(error).__name__}: {error}")) from None
+        logprobs = reply.choices[0].logprobs if reply.choices else None
+        return {} if logprobs is None else dict(logprobs.model_dump())
+
     def redact(self, message: str) -> str:
-        """A message without the key, or anything that looks like one."""
+        """The message, shortened, with `***` for the key and for everything that looks like a key."""
         message = message.replace(self._key, "***") if self._key else message
         return _KEY_LIKE.sub("***", message)[:300]
 

@@ -63,7 +63,13 @@ class StepJudge:
         return [rescale(score, self.options.scale) for score in scores]
 
 
-_EQUATION = re.compile(r"([0-9(][-+*/×·÷−0-9() ]*[-+*/×·÷−][-+*/×·÷−0-9() ]*)=\s*([-−]?[0-9]+(?:/[0-9]+)?)(?![0-9/]|\.[0-9])")
+_SIGNS = r"-+*/×·÷−"
+_EQUATION = re.compile(
+    rf"([-−]?[0-9(][{_SIGNS}0-9() ]*[{_SIGNS}][{_SIGNS}0-9() ]*)=\s*([-−]?[0-9]+(?:/[0-9]+)?)"
+    rf"(?![0-9/^(]|[.,][0-9]|[A-Za-z](?![A-Za-z])|\s*[{_SIGNS}]\s*[0-9(]|\s*[*/×·÷]\s*[A-Za-z])"
+)
+_INSIDE = re.compile(rf"[0-9A-Za-z_)}}.,%]$|(?<![A-Za-z])[A-Za-z]\s+$|[0-9A-Za-z_)}}^]\s*[{_SIGNS}^]\s*$")
+"""The end of a text after which digits are a part of something longer: `1.`, `x `, `x + `."""
 
 StepRewards = list[float | None]
 
@@ -180,7 +186,11 @@ def check_arithmetic(step: str) -> float | None:
 
     `3*4 = 12` and `(1+2)/3 = 1` are equations; `x = 4` and `12 = 12` are not. Our own parser evaluates them.
     """
-    verdicts = [verdict for left, right in _EQUATION.findall(step) if (verdict := _is_true(left, right)) is not None]
+    step = re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", step)
+    equations = (
+        match for match in _EQUATION.finditer(step) if not _INSIDE.search(step[max(0, match.start() - 20) : match.start()])
+    )
+    verdicts = [verdict for match in equations if (verdict := _is_true(match[1], match[2])) is not None]
     return None if not verdicts else float(all(verdicts))
 
 
@@ -188,6 +198,7 @@ def _is_true(left: str, right: str) -> bool | None:
     is_negative = right[0] in "-−"
     try:
         value = parse(right.lstrip("-−")).value
-        return parse(left.strip()).value == (-value if is_negative else value)
+        left = left.strip()
+        return parse(f"0{left}" if left[0] in "-−" else left).value == (-value if is_negative else value)
     except ExpressionError:
         return None

@@ -231,7 +231,7 @@ _CONTINUE = 1
 
 
 class Counts:
-    """Answers a child's reports: it may start and create things until a limit is reached, and is then refused."""
+    """Decides on a child's requests to start threads and to create files: they are allowed until a limit is reached."""
 
     def __init__(self, notices: int, max_threads: int, max_files: int) -> None:
         self.notices = notices
@@ -340,8 +340,8 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "inotify_add_watch": (254, 27),
     "inotify_rm_watch": (255, 28),
     # Files and memory by other means.
-    "open_by_handle_at": (304, None),
-    "name_to_handle_at": (303, None),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
     "lookup_dcookie": (212, 18),
     "nfsservctl": (180, 42),
     "uselib": (134, None),
@@ -412,7 +412,7 @@ REFUSED: dict[str, tuple[int | None, int | None]] = {
     "capset": (126, 91),
 }
 
-# Decided by their arguments.
+# Allowed or refused depending on their arguments.
 CLONE, CLONE3 = (56, 220), (435, 435)
 KILL, TGKILL = (62, 129), (234, 131)
 PRCTL, PRLIMIT64 = (157, 167), (302, 261)

@@ -31,8 +31,8 @@ from oncurve.workers.pool import WorkerDiedError, WorkerFailedError, Workers
 Level = Literal["bubblewrap", "seccomp", "trusted"]
 
 GRACE = 30.0
-"""Seconds after a program's time limit within which its zygote must reply, leftovers removed, on a busy machine too; otherwise
-it is replaced."""
+"""Seconds after a program's time limit within which its zygote must have removed the program's files and replied, even on a
+busy machine. Otherwise the zygote is replaced."""
 SCRATCH_SIZE = 256 << 20
 ENVIRONMENT = {"PYTHONHASHSEED": "0"}
 """Environment of zygotes: sets are printed in the same order each time. The programs' own environment does not have it."""
@@ -80,7 +80,7 @@ class Limits:
     open_files: int = 64
 
     def job(self, **more: Any) -> dict[str, Any]:
-        cpu = self.seconds + 1  # wall time limits one thread; CPU time limits many, and children of a dead zygote
+        cpu = self.seconds + 1  # the CPU limit also stops programs with many threads, and children of a zygote that died
         limits = {"seconds": self.seconds, "cpu": cpu, "memory": self.memory, "output": self.output}
         return {**limits, "file_size": self.file_size, "open_files": self.open_files, **more}
 

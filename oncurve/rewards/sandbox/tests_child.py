@@ -98,7 +98,8 @@ class RemoteProgram:
         return value_codec.decode(data, self._resolve)
 
     def _refer(self, value: Any) -> dict[str, Any]:
-        """The program's own objects go back to it; functions, iterators and objects that tests define are passed by number."""
+        """A reference that stands for a value: the program's own objects under the program's number, standard functions by
+        name, and functions, iterators and objects that tests define under a number of ours."""
         if isinstance(value, RemoteObject):
             return value_codec.reference("object", value._number)
         if isinstance(value, type) and (number := vars(value).get("_program_number")) is not None:
@@ -131,7 +132,8 @@ class RemoteProgram:
         return self._proxies.setdefault(int(content), proxy(self, int(content)))
 
     def _serve(self, request: dict[str, Any]) -> dict[str, Any]:
-        """What the program does with an object of the tests. Its inside stays out of reach: only what is listed here works."""
+        """Performs an operation of the program on an object of the tests. Only the operations listed here are possible; the
+        program can't reach anything else in the object."""
         try:
             value, arguments = self._own[int(request["number"])], self.decode(request["arguments"])
             return {"result": self.encode(self._use(value, request["back"], arguments, self.decode(request["named"])))}
@@ -419,7 +421,7 @@ def program_names(remote: RemoteProgram, exports: dict[str, Any], job: dict[str,
 
 
 def _standard(export: dict[str, Any]) -> Any:
-    """What a program imported from the standard library, imported anew; None for anything else."""
+    """What a program imported from the standard library, imported again; None for anything else."""
     module, attribute = str(export["module"]), export.get("attribute")
     if attribute is not None:
         return getattr(importlib.import_module(module), str(attribute), None) if module in SHARED_MODULES else None
@@ -456,8 +458,8 @@ class _TestNames:
         return cls([ast.parse(text) for text in texts])
 
     def builtin_target(self) -> str | None:
-        """The function under test if its name is a built-in's (`assert sum(10, 15) == 6`): tests use no name of a program's,
-        and each calls this function, on arguments without calls."""
+        """The function under test if it has the name of a built-in function (`assert sum(10, 15) == 6`). It is found if no test
+        uses another name of the program, and every test calls this function with arguments that contain no calls."""
         calls = [_innermost_calls(tree) for tree in self.trees if tree.body]  # type: ignore[attr-defined]
         shared = set.intersection(*calls) & self.free if calls and not self.has_target else set()
         return shared.pop() if len(shared) == 1 else None

@@ -88,7 +88,8 @@ class Child:
     streams: list[Stream]
     """Standard output, standard error, and the results of tests."""
     control: socket.socket
-    """On which the child sends the descriptor of its reports, then one byte once it is locked."""
+    """The socket on which the child first sends the descriptor of its system-call reports, and then one byte when it is locked
+    down."""
     counts: lockdown.Counts | None = None
     is_locked: bool = False
     ended: str | None = None

@@ -71,7 +71,7 @@ class FormatReward:
                 f"rewards.{self.name}.pattern",
                 self.options.pattern,
                 because=f"it is not a valid regular expression: {error}",
-                fix="fix the pattern",
+                fix="correct the pattern",
             ) from None
 
 

@@ -55,7 +55,7 @@ class JsonReward:
         try:
             data = json.loads(text, parse_constant=_reject_constant)
             fault = None if self._validator is None else next(iter(self._validator.iter_errors(data)), None)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, OverflowError) as error:  # a schema's arithmetic overflows for 1e999
             return Score(0.0, f"not valid JSON: {str(error)[:100]}")
         return Score(1.0) if fault is None else Score(0.0, f"{fault.json_path}: {fault.message[:150]}")
 
@@ -83,7 +83,7 @@ class JsonReward:
             jsonschema.Draft202012Validator.check_schema(rules)
         except jsonschema.SchemaError as error:
             because = f"it is not a valid JSON Schema: {error.message}"
-            raise RecipeError(where, "the schema", because=because, fix="fix the schema") from None
+            raise RecipeError(where, "the schema", because=because, fix="correct the schema") from None
         bounded = {"pattern": self._pattern, "patternProperties": self._pattern_properties, "uniqueItems": _unique_items}
         kind = jsonschema.validators.extend(jsonschema.Draft202012Validator, bounded)
         return kind(rules, registry=referencing.Registry())  # an empty registry: no reference is fetched from the network
@@ -95,7 +95,8 @@ class JsonReward:
         try:
             rules = json.loads(Path(self.options.schema_file).read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise RecipeError(where, self.options.schema_file, because=str(error), fix="give a JSON file") from None
+            because = getattr(error, "strerror", None) or f"it is not JSON: {error}"
+            raise RecipeError(where, self.options.schema_file, because=because, fix="give the path of a JSON file") from None
         if not isinstance(rules, dict):
             raise RecipeError(where, self.options.schema_file, because="a schema is an object", fix="give a JSON object")
         return rules

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from fractions import Fraction
 
 from oncurve.recipe.schema.base import Section
@@ -40,8 +41,7 @@ class AnswerReward:
         return missing_column(prompt, self.options.column)
 
     def score(self, group: Group) -> list[Result]:
-        gold = group.prompt.columns.get(self.options.column)
-        golds = [str(g) for g in (gold if isinstance(gold, list | tuple) else [gold]) if g is not None]
+        golds = gold_texts(group.prompt.columns.get(self.options.column))
         return score_each(group, lambda completion: self._score(completion, golds))
 
     def _score(self, completion: Completion, golds: Sequence[str]) -> Score:
@@ -53,6 +53,14 @@ class AnswerReward:
         if any(answers_equal(answer, gold_answer(gold)) for gold in golds):
             return Score(1.0, f"{short(answer)} is right")
         return Score(0.0, f"{short(answer)} is not {short(gold_answer(golds[0]))}")
+
+
+def gold_texts(gold: object) -> list[str]:
+    """The texts of a gold column, which may be a list; none for None and NaN, which is what tables write for a missing number.
+    A float is written out: 0.00001, not 1e-05."""
+    golds = gold if isinstance(gold, list | tuple) else [gold]
+    present = [g for g in golds if g is not None and g == g]
+    return [f"{Decimal(repr(g)):f}" if isinstance(g, float) else str(g) for g in present]
 
 
 def gold_answer(gold: str) -> str:

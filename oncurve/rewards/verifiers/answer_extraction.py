@@ -11,6 +11,9 @@ Take = Literal["tag", "boxed", "hashes", "number", "any"]
 
 _NUMBER = re.compile(r"(?<![0-9.])[-+−]?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
+_BOX = re.compile(r"\\boxed\s*\{")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+
 _FENCE = re.compile(r"```[ \t]*([A-Za-z0-9+_-]*)[^\n]*\n(.*?)(?:\n```|\Z)", re.DOTALL)
 
 
@@ -32,15 +35,15 @@ def extract_tagged(text: str) -> str | None:
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}`, with balanced braces."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    r"""The content of the last `\boxed{…}`, with balanced braces; `\{` and `\}` are not braces, but characters."""
+    last = deque(_BOX.finditer(text), maxlen=1)
+    if not last:
         return None
-    depth, begin = 1, start + len("\\boxed{")
-    for index in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[index], 0)
+    depth, begin = 1, last[0].end()
+    for brace in _BRACE.finditer(text, begin):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
         if depth == 0:
-            return text[begin:index]
+            return text[begin : brace.start()]
     return None
 
 

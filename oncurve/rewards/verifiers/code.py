@@ -102,7 +102,7 @@ class CodeReward:
         verdicts = outcome["verdicts"]
         broken = next((v for v in verdicts if "broken" in v), None)
         if broken is not None and broken.get("fault") == "tests" and "SyntaxError" in broken["broken"]:
-            raise DataError("tests", broken["broken"], because="they are not Python", fix="fix the data")
+            raise DataError("tests", broken["broken"], because="they are not Python", fix="correct the data")
         passed = sum(bool(v.get("passed")) for v in verdicts)
         return passed, _failed_test(verdicts, outcome["ended"])
 
@@ -155,15 +155,20 @@ def read_tests(columns: Mapping[str, Any], max_tests: int) -> Tests | None:
     """The tests of a prompt's columns; None if there are none."""
     inputs, outputs = columns.get("inputs"), columns.get("outputs")
     if inputs and outputs:
-        pairs = tuple((str(i), str(o)) for i, o in zip(inputs, outputs, strict=True))[:max_tests]
+        pairs = tuple((str(i), str(o)) for i, o in zip(_as_list(inputs), _as_list(outputs), strict=True))[:max_tests]
         return Tests(len(pairs), pairs)
-    tests, code = list(columns.get("tests") or ())[:max_tests], columns.get("test_code")
+    tests, code = _as_list(columns.get("tests") or ())[:max_tests], columns.get("test_code")
     if not tests and not code:
         return None
     entry, prefix = columns.get("entry_point"), columns.get("prompt_code") or ""
     setup = f"{_before_function(prefix, entry)}\n{columns.get('setup') or ''}"
     job = {"tests": tests, "test_code": code, "setup": setup, "entry_point": entry}
     return Tests(len(tests) + _count_tests(code), (), job, prefix, entry)
+
+
+def _as_list(tests: Any) -> list[Any]:
+    """A text is one test: as a sequence it would be one for each character."""
+    return [tests] if isinstance(tests, str) else list(tests)
 
 
 def _before_function(prefix: str, entry_point: str | None) -> str:

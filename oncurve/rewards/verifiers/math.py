@@ -79,8 +79,7 @@ class MathReward:
         return missing_column(prompt, self.options.column)
 
     def score(self, group: Group) -> list[Result]:
-        gold = group.prompt.columns.get(self.options.column)
-        golds = [plain.gold_answer(str(g)) for g in (gold if isinstance(gold, list | tuple) else [gold]) if g is not None]
+        golds = [plain.gold_answer(gold) for gold in plain.gold_texts(group.prompt.columns.get(self.options.column))]
         if not golds:
             return not_applicable(group, f"the prompt has no column '{self.options.column}'")
         answers = [answer_in(completion.text, self.options.take) for completion in group.completions]
@@ -129,7 +128,7 @@ def fast_compare(gold: str, answer: str) -> bool | None:
     one, other = words(gold), words(answer)
     if one == other:
         return True
-    return False if _WORDY.fullmatch(one) and len(one) > 1 and not re.search(r"[0-9\\]", answer) else None
+    return False if _WORDY.fullmatch(one) and len(one) > 1 and not re.search(r"[0-9\\π∞½⅓⅔¼¾]", answer) else None
 
 
 def _depth(text: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -23,12 +24,21 @@ MAX_EXPANSION = 50.0
 MAX_RELATIVE_ERROR = 1e-3
 """math-verify rounds to six decimals, which makes all numbers near 0 equal: they must agree relative to their size too."""
 
-_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"), ("**", "**"))
+_TEXT_ONLY = re.compile(r"^\\(?:text|mathrm|textbf)\{([^{}]*)\}$")
 _CURRENCY = re.compile(r"\\?\$(?=\s*-?[0-9.])")
 _ROOT = re.compile(r"(?<![\\a-z])sqrt\(([^()]*)\)|√\(([^()]*)\)|√([0-9]+)")
 _SCIENTIFIC = re.compile(r"([-+]?[0-9]+(?:\.[0-9]+)?)[eE]([-+]?[0-9]{1,3})")
 _MIXED = re.compile(r"(?<![0-9.])([0-9]+) ([0-9]+)/([0-9]+)")
-_NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*")
+_NUMBER = re.compile(r"[0-9]+(?:[.,][0-9]+)*(?:\s*/\s*[0-9]+)?")
+_SPACED_THOUSANDS = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:(?:\\[,;! ]|[ \u00a0\u2009\u202f])[0-9]{3})+(?!\s*[0-9/])")
+_SCALED = re.compile(r"([0-9][0-9,]*(?:\.[0-9]+)?)\s*(?:\\text\{\s*)?(hundred|thousand|million|billion|trillion)\b\}?", re.I)
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SYMBOL_TABLE = str.maketrans({
+    "−": "-", "–": "-", "∞": r"\infty ", "·": r"\cdot ", "²": "^2", "³": "^3", "≈": "", "∅": r"\emptyset",
+    "½": r"\frac{1}{2}", "⅓": r"\frac{1}{3}", "⅔": r"\frac{2}{3}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
+})  # fmt: skip
+_BARE_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]")
 _WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
 _FUNCTIONS = frozenset(
     ("sin", "cos", "tan", "cot", "sec", "csc", "log", "ln", "exp", "sqrt", "arcsin", "arccos", "arctan", "pi", "or", "and")
@@ -36,8 +46,13 @@ _FUNCTIONS = frozenset(
 
 
 _EQUATION = re.compile(r"([^=<>≤≥]+)=[^=]")
-_VARIABLE = re.compile(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([A-Za-z, ]*\))?|[A-Za-z ]+")
-_QUANTITY = re.compile(r"-?[0-9][0-9.,/]*\s*(?:\\(?:text|mathrm|textrm)\{)?\s*([A-Za-z]+)\s*\}?")
+_NAME = r"\\?[A-Za-z]+(?:_(?:\w+|\{[^{}]*\}))?"
+_ARGUMENTS = r"\s*\((?:[A-Za-z, ]*|[-0-9./, ]*)\)"
+_VARIABLE = re.compile(
+    rf"{_NAME}'*(?:{_ARGUMENTS})?|{_NAME}\^\{{-1\}}{_ARGUMENTS}|[A-Za-z ]+|\({_NAME}(?:,\s*{_NAME})+\)"
+    r"|\\(?:angle|overline|vec|text|mathrm|mathbf)\s*(?:[A-Za-z]+|\{[^{}]*\})|\\frac\{d[a-z]?\}\{d[a-z]\}|\|[A-Z]{2}\|"
+)
+"""What an equation may give a value to: `x`, `a_{10}`, `f(2)`, `f'(x)`, `f^{-1}(x)`, `(x, y)`, `\\angle ABC`, `|AB|`."""
 _UNITS = {
     spelling: unit
     for unit, spellings in {
@@ -45,16 +60,45 @@ _UNITS = {
         "m": "m meter metre", "km": "km kilometer kilometre", "in": "in inch inches", "ft": "ft foot feet", "yd": "yd yard",
         "mi": "mi mile", "mg": "mg milligram", "g": "g gram", "kg": "kg kilogram", "lb": "lb pound", "oz": "oz ounce",
         "ml": "ml mL milliliter millilitre", "l": "l L liter litre", "s": "s sec second", "min": "min minute",
-        "h": "h hr hour", "day": "day", "week": "week", "year": "year", "cent": "cent", "dollar": "dollar",
+        "h": "h hr hour", "day": "day", "week": "week", "year": "year", "cent": "cent ¢", "dollar": "dollar", "euro": "euro €",
+        "am": "am a.m", "pm": "pm p.m",
+        "degree": "degree ° ^\\circ ^{\\circ}", "radian": "rad radian", "mi/h": "mph", "km/h": "kph kmh",
     }.items()
     for spelling in spellings.split()
 }  # fmt: skip
 
 
-def unit(text: str) -> str | None:
-    """The unit of a number with one of the common units; None for anything else."""
-    match = _QUANTITY.fullmatch(inner(text))
-    return None if match is None else _UNITS.get(match[1], _UNITS.get(match[1].lower().removesuffix("s")))
+def _unit_pattern(index: int) -> str:
+    words = "|".join(sorted(map(re.escape, _UNITS), key=len, reverse=True))
+    kind, power = rf"(?:(?P<kind{index}>square|sq|cubic|cu)\.?\s+)?", rf"(?:\s*\^?\{{?(?P<power{index}>[23²³])\}}?)?"
+    return rf"{kind}(?P<word{index}>(?i:{words}))s?{power}"
+
+
+_UNIT = rf"{_unit_pattern(1)}(?:\s*(?:/|\bper\b)\s*{_unit_pattern(2)})?"
+_QUANTITY = re.compile(rf"(?P<value>.*(?:[0-9)}}\]]|\\pi|π))\s*{_UNIT}")
+_MONEY = re.compile(r"\\?\$\s*(?P<value>-?[0-9][0-9.,]*)")
+_POWERS = {"square": "^2", "sq": "^2", "2": "^2", "²": "^2", "cubic": "^3", "cu": "^3", "3": "^3", "³": "^3", None: ""}
+
+
+def split_unit(text: str) -> tuple[str, str | None]:
+    r"""A quantity's value and its unit in canonical spelling (`m^2`, `km/h`). For any other text, the text itself and no unit.
+
+    `3 m` is a quantity, and so are `\frac{1}{2}\text{ cm}^2`, `60 miles per hour`, `45^\circ` and `\$5`.
+    """
+    text = inner(text)
+    money = _MONEY.fullmatch(text)
+    if money is not None:
+        return money["value"], "dollar"
+    plain = re.sub(r"\\(?:text|mathrm|textrm|textbf)\s*\{([^{}]*)\}", r" \1", text)
+    match = _QUANTITY.fullmatch(re.sub(r"\\[,;! ]|~", " ", plain).strip())
+    if match is None:
+        return text, None
+    parts = [(match[f"word{i}"], match[f"kind{i}"] or match[f"power{i}"]) for i in (1, 2) if match[f"word{i}"]]
+    return match["value"].strip(), "/".join(_unit_name(word) + _POWERS[power] for word, power in parts)
+
+
+def _unit_name(word: str) -> str:
+    return _UNITS.get(word) or _UNITS[next(known for known in _UNITS if known.lower() == word.lower())]
 
 
 def is_other_equation(text: str) -> bool:
@@ -62,13 +106,13 @@ def is_other_equation(text: str) -> bool:
     match = _EQUATION.search(inner(text))
     if match is None:
         return False
-    left = match[1].strip()
+    left = match[1].replace(r"\left", "").replace(r"\right", "").strip()
     return re.search(r"[A-Za-z]", left) is not None and _VARIABLE.fullmatch(left) is None
 
 
 def inner(text: str) -> str:
-    """An answer without its delimiters: dollar signs, LaTeX brackets, a final full stop."""
-    text = text.strip().rstrip(".").strip()
+    """An answer without its delimiters: dollar signs, LaTeX brackets, asterisks of bold text, a final full stop."""
+    text = _TEXT_ONLY.sub(r"\1", text.strip().rstrip(".").strip())
     for begin, end in _DELIMITERS:
         if text.startswith(begin) and text.endswith(end) and len(text) > len(begin) + len(end):
             middle = text[len(begin) : -len(end)]
@@ -82,11 +126,14 @@ def as_latex(text: str) -> str | None:
 
     `1 2 3` is three numbers and `18 and then 20` two: neither is one answer. `18 dollars` is 18.
     """
-    text = _CURRENCY.sub("", inner(text).replace("−", "-"))
+    text = _CURRENCY.sub("", inner(text).translate(_SYMBOL_TABLE))
+    text = _SPACED_THOUSANDS.sub(lambda m: re.sub(r"[^0-9]", "", m[0]), text)
+    text = _SCALED.sub(lambda m: f"{Decimal(m[1].replace(',', '')).scaleb(_SCALES[m[2].lower()]):f}", text)
     text = _SCIENTIFIC.sub(r"\1 \\cdot 10^{\2}", text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _ROOT.sub(lambda m: rf"\sqrt{{{m[1] or m[2] or m[3]}}}", text)
-    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])|π", r"\\pi", text)
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])|π", r"\\pi", text).replace(r"\varnothing", r"\emptyset")
+    text = re.sub(r"(?<![\\A-Za-z])infinity(?![A-Za-z])", r"\\infty", text)
     if "\\" not in text and not _is_one_answer(text):
         return None
     if "\\" not in text and _has_words(text):
@@ -152,9 +199,17 @@ def math_equal(job: dict[str, str]) -> bool:
     """Whether answer and gold are mathematically equal."""
     from math_verify import verify
 
+    (gold_value, gold_unit), (answer_value, answer_unit) = split_unit(job["gold"]), split_unit(job["answer"])
+    if gold_unit is not None and answer_unit is not None:
+        if gold_unit != answer_unit:
+            return False
+        return math_equal({"gold": gold_value, "answer": answer_value})
+    if answer_unit is not None and not _BARE_LETTER.search(job["gold"]):
+        return math_equal({"gold": job["gold"], "answer": answer_value})
+    if gold_unit is not None and len(gold_unit.partition("^")[0]) > 1:  # one letter may be a variable
+        return math_equal({"gold": gold_value, "answer": job["answer"]})
     gold, answer = as_latex(job["gold"]), as_latex(job["answer"])
-    units = {unit(job["gold"]), unit(job["answer"])} - {None}
-    if gold is None or answer is None or len(units) > 1:
+    if gold is None or answer is None:
         return False
     if is_other_equation(job["answer"]) and "=" not in job["gold"]:
         return False

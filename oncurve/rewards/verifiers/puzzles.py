@@ -28,7 +28,7 @@ class CountdownRewardOptions(Section):
     form: NonNegative = 0.1
     """For a well-formed expression."""
     numbers: NonNegative = 0.1
-    """For an expression of given numbers only, each used at most as often as it is given."""
+    """Partial credit for an expression that uses only given numbers, each at most as often as it is given."""
     closeness: NonNegative = 0.3
     """For being close to the target: in full at the target, falling linearly to 0 at a distance of the target itself."""
 
@@ -119,7 +119,7 @@ class GuessRewardOptions(Section):
     """1 for a game that is won, and more for few guesses."""
 
     early: NonNegative = 0.5
-    """Added to the 1 of a game that is won, times the fraction of guesses that were not needed."""
+    """Bonus for a game that is won: this number times the fraction of guesses that were not needed, added to the 1."""
 
 
 @dataclass(frozen=True)

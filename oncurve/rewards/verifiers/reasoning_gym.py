@@ -197,7 +197,7 @@ class ReasoningGymReward:
 
     @cached_property
     def sandbox(self) -> Sandbox:
-        """Started for the first family without our own check, because importing the package takes long."""
+        """Started only when a family without our own check is first scored, because importing the package takes long."""
         return find_sandbox(f"rewards.{self.name}", count=self.options.workers, package="reasoning_gym")
 
     def missing_columns(self, prompt: Prompt) -> str | None:

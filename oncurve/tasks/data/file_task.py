@@ -1,29 +1,37 @@
-"""The task `file`: prompts from JSONL (one object per line), a JSON list of objects, CSV, each of them gzipped, or Parquet."""
+"""The task `file`: prompts from JSONL (one object per line), a JSON list of objects, CSV, each of them gzipped, or Parquet. The
+file is on this machine, or in a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import importlib
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from pydantic import PositiveFloat, PositiveInt
+
 from oncurve.errors import DataError, MissingPackage, RecipeError, pip_install
 from oncurve.recipe.schema import sections
 from oncurve.recipe.schema.base import Section, Share
-from oncurve.records import Example, Prompt, is_text
+from oncurve.records import Example, History, Prompt, is_text
 from oncurve.rng import philox_generator
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.tasks.data.row_reader import RowReader
-from oncurve.tasks.environments import load_environment
+from oncurve.tasks.environments import McpTools, load_environment
 
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 CSV = {".csv": ",", ".tsv": "\t"}
 """Endings of files with a table as text, and what separates their columns."""
+
+MAX_CSV_FIELD = 1 << 30
+"""Characters of a value. Python's own limit, 131,072, refuses long documents."""
 
 
 class FileOptions(Section):
@@ -31,21 +39,23 @@ class FileOptions(Section):
 
     path: str | None = None
     """The file: `.jsonl` (one JSON object per line), `.json` (the same, or one list of objects), `.csv` or `.tsv` (with a
-    header line), each also with `.gz`, or `.parquet`. Unset: there are no training prompts, only those of `heldout_path` for
-    evaluation."""
+    header line), each also with `.gz`, or `.parquet`. Or such a file of a data set on the Hugging Face hub, downloaded on
+    first use: `hf://datasets/OWNER/NAME/FILE`, or with a version `NAME@REVISION`. Unset: there are no training prompts, only
+    those of `heldout_path` for evaluation."""
     heldout_path: str | None = None
     """A file for evaluation, with the same columns; `task.heldout` rows of it are used. Unset: rows of `path` are held out."""
     heldout_share: Share = 0.2
     """Without `heldout_path`: `task.heldout` rows are held out, but at most this fraction of the file."""
     prompt: str = "prompt"
-    """Column of the prompt: a text, or a list of messages with role and content. A list that ends with an assistant message is
-    a demonstration: an `sft` stage imitates its answers, and the prompt ends before the last of them."""
+    """Column of the prompt: a text, or a list of messages with role and content, or tool_calls. A list that ends with an
+    assistant message is a demonstration: an `sft` stage imitates its answers, and the prompt ends before the last of them."""
     prompt_template: str | None = None
     """The prompt's text with columns as `{column}`; used instead of `prompt`."""
     answer: str = "answer"
     """Column that rewards read as `answer`; optional in each row."""
     completion: str = "completion"
-    """Column of demonstrations for an `sft` stage; optional in each row."""
+    """Column of demonstrations for an `sft` stage: a text, or a list of messages after a prompt of messages, of which the
+    assistant's are imitated. Optional in each row."""
     difficulty: str | None = None
     """Column under which held-out accuracy is reported."""
     chat: bool = False
@@ -53,8 +63,22 @@ class FileOptions(Section):
     system: str | None = None
     """A system message before each prompt; needs `chat`, or prompts that are messages."""
     environment: str | None = None
-    """Replies to the model during a completion: `calculator` (`<calc>12*3</calc>` gets its value), a plug-in, or
-    `file.py:Class`, a class with `calls` and `reply`. Unset: no environment."""
+    """Replies to the model during a completion: `calculator` (`<calc>12*3</calc>` gets its value), a plug-in, `file.py:Class`,
+    `gymnasium:ID`, `textarena:ID`, `openenv:URL` or `verifiers:ID`. A class with `calls` and `reply` is a pure function of
+    the conversation. A class with `reset(**columns)` has a state: each completion gets an instance, whose public methods are
+    tools. Unset: no environment."""
+    tools: tuple[str | McpTools, ...] = ()
+    """Functions that the model can call, as `file.py:name`, with type hints and a docstring; the chat template shows them.
+    `{ mcp = "python server.py" }` adds the tools of an MCP server."""
+    max_turns: PositiveInt | None = None
+    """With tools: the most turns that the model has in a completion; calls in the last one are not run. Unset: as many as
+    `max_new_tokens` allows."""
+    tool_timeout_s: PositiveFloat = 10.0
+    """Seconds that a call of a tool or of the environment may take. A longer one ends its completion."""
+    history: History = "tokens"
+    """With tools: what a turn follows if the chat template writes earlier turns in another way than they were sampled (it drops
+    thinking, or reformats a call). `tokens`: the tokens as sampled. `template`: what the template writes; a new sequence of
+    the completion begins there."""
 
     @property
     def reader(self) -> RowReader:
@@ -66,7 +90,9 @@ class FileOptions(Section):
             template=self.prompt_template,
             chat=self.chat,
             system=self.system,
-            environment=load_environment(self.environment, "task.environment"),
+            environment=load_environment(
+                self.environment, "task.environment", self.tools, self.max_turns, self.tool_timeout_s, self.history
+            ),
         )
 
 
@@ -122,7 +148,8 @@ def split_rows(
     if options.path is None:
         return PromptList((), tuple(heldout), rows=len(candidates))
     split = PromptList.split(prompts, heldout, examples, options.path)
-    return replace(split, rows=len(candidates), log_lines=_heldout_lines(len(heldout), len(candidates), config, options))
+    lines = (*split.log_lines, *_heldout_lines(len(heldout), len(candidates), config, options))
+    return replace(split, rows=len(candidates), log_lines=lines)
 
 
 def _heldout_lines(count: int, rows: int, config: sections.Task, options: FilePaths) -> tuple[str, ...]:
@@ -132,10 +159,10 @@ def _heldout_lines(count: int, rows: int, config: sections.Task, options: FilePa
     reason = (
         f"task.heldout_path has {rows} rows"
         if options.heldout_path is not None
-        else f"at most task.heldout_share = {options.heldout_share:g} of the file's {rows} rows"
+        else f"it is at most task.heldout_share = {options.heldout_share:g} of the file's {rows} rows"
     )
     outcome = f"{count} prompts are held out" if count else "no prompt is held out, so nothing is evaluated"
-    return (f"{outcome}: task.heldout asks for {config.heldout}, and {reason}",)
+    return (f"{outcome}: task.heldout is {config.heldout}, but {reason}",)
 
 
 def check_has_file(path: str | None, heldout_path: str | None) -> None:
@@ -151,7 +178,8 @@ def choose_heldout(prompts: list[Prompt], count: int, seed: int) -> list[Prompt]
 
 
 DEMONSTRATIONS = "sft"
-"""The split of a file of demonstrations, where every row needs a completion. In a task's own file it is optional."""
+"""The split of a file of demonstrations, in which every row needs a completion. In a task's own file completions are
+optional."""
 
 
 def read_prompts(path: str, options: FileOptions, split: str, key: str) -> tuple[list[Prompt], list[Example]]:
@@ -177,8 +205,36 @@ def read_prompts(path: str, options: FileOptions, split: str, key: str) -> tuple
     return prompts, examples
 
 
+def local_file(path: Path, key: str) -> Path:
+    """The file on this machine: the path itself, or the hub's file, downloaded if the cache does not have this version."""
+    if path.parts[:1] != ("hf:",):
+        return path
+    where = "hf://" + "/".join(path.parts[1:])
+    if len(path.parts) < 5 or path.parts[1] != "datasets":
+        fix = "write hf://datasets/OWNER/NAME/FILE, with the file's path in the data set"
+        raise DataError(where, "not a file of a data set", because=f"{key} names a file with rows", fix=fix)
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    name, _, revision = path.parts[3].partition("@")
+    try:
+        found = hf_hub_download(
+            f"{path.parts[2]}/{name}",
+            "/".join(path.parts[4:]),
+            repo_type="dataset",
+            revision=revision or None,
+            endpoint=os.environ.get("HF_ENDPOINT"),
+        )
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        because = str(error).partition("\n")[0].strip() or type(error).__name__
+        fix = "check the name and the file; without a network, give the path of a copy of your own"
+        raise DataError(where, "it can't be downloaded", because=because, fix=fix) from None
+    return Path(found)
+
+
 def check_file(path: Path, key: str) -> None:
     """Refuses a path that is not a file. ``key`` names it in the recipe."""
+    path = local_file(path, key)
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"
         because = f"{key} names it" + ("" if path.is_absolute() else f", relative to {Path.cwd()}")
@@ -187,6 +243,7 @@ def check_file(path: Path, key: str) -> None:
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
     """(line, row) of a file that the recipe names under ``key``; rows of Parquet are numbered from 1 like lines."""
+    path = local_file(path, key)
     check_file(path, key)
     ending = path.with_suffix("").suffix if path.suffix == ".gz" else path.suffix
     if path.suffix == ".parquet":
@@ -207,10 +264,12 @@ def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
 def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            is_first = True
             for number, line in enumerate(lines, start=1):
-                if number == 1 and line.lstrip().startswith(b"["):
-                    yield from _listed_rows(line + lines.read(), path)
+                if is_first and line.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+                    yield from _listed_rows(line.removeprefix(codecs.BOM_UTF8) + lines.read(), path)
                     return
+                is_first = is_first and not line.strip()
                 if line.strip():
                     yield number, _json_row(line, f"{path}:{number}")
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -220,13 +279,14 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 
 def _csv_rows(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """The rows of a table with a header line. Every value is a text; an empty one is a missing column of its row."""
+    """The rows of a table with a header line. Every value is a text; an empty value counts as a missing column."""
     try:
         with (
             gzip.open(path, "rt", encoding="utf-8-sig", newline="")
             if path.suffix == ".gz"
             else path.open(encoding="utf-8-sig", newline="") as lines
         ):
+            csv.field_size_limit(MAX_CSV_FIELD)
             reader = csv.reader(lines, delimiter=separator, strict=True)
             names = next(reader, [])
             _check_header(names, path)
@@ -235,7 +295,7 @@ def _csv_rows(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str, An
                     continue
                 where = f"{path}:{reader.line_num}"
                 if len(values) != len(names):
-                    because = f"the header names {len(names)} columns, and this row has {len(values)} values"
+                    because = f"columns in the header: {len(names)}, values in this row: {len(values)}"
                     fix = "put quotes around a value that contains the separator or a line break"
                     raise DataError(where, "a row of another length", because=because, fix=fix)
                 yield reader.line_num, {name: value for name, value in zip(names, values, strict=True) if value != ""}
@@ -262,7 +322,7 @@ def _listed_rows(data: bytes, path: Path) -> Iterator[tuple[int, Mapping[str, An
         rows = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            str(path), "not valid JSON", because=str(error), fix="fix the list, or write one object per line"
+            str(path), "not valid JSON", because=str(error), fix="correct the list, or write one object per line"
         ) from None
     for number, row in enumerate(rows, start=1):
         yield number, _validate_row(row, f"{path}:{number}")
@@ -270,11 +330,13 @@ def _listed_rows(data: bytes, path: Path) -> Iterator[tuple[int, Mapping[str, An
 
 def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = json.loads(line.decode("utf-8-sig").rstrip())
     except UnicodeDecodeError as error:
         raise DataError(where, "not UTF-8", because=str(error), fix="save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
-        raise DataError(where, "not valid JSON", because=str(error), fix="write one JSON object on each line") from None
+        # where has the line of the file: json's own "line 1" would contradict it
+        because = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise DataError(where, "not valid JSON", because=because, fix="write one JSON object on each line") from None
     return _validate_row(row, where)
 
 
@@ -290,8 +352,8 @@ def _validate_row(row: object, where: str) -> Mapping[str, Any]:
         raise DataError(
             where,
             "half of a character",
-            because="a lone surrogate such as \\ud83d is no character",
-            fix="fix or remove the row: a text in it was truncated in the middle of a character",
+            because="a lone surrogate such as \\ud83d is not a character",
+            fix="correct or remove the row: a text in it was truncated in the middle of a character",
         )
     return row
 

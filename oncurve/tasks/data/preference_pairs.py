@@ -1,4 +1,4 @@
-"""Preference pairs from a file: a prompt, the chosen completion and the rejected one.
+"""Preferences from a file: pairs of a prompt, the chosen completion and the rejected one, or single completions with a label.
 
 A row that can't be learned from (equal texts, an empty answer, dialogues that differ before the last answer) is left out and
 counted. A row that lacks a column, or has the wrong type in it, raises an error with its line.
@@ -38,6 +38,18 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelledCompletion:
+    """A completion of a prompt that is desirable or not.
+
+    Example: ``LabelledCompletion(Prompt("rated.jsonl/3", "2+2="), "5", is_desirable=False)``
+    """
+
+    prompt: Prompt
+    completion: str
+    is_desirable: bool
+
+
+@dataclass(frozen=True, slots=True)
 class TrainingRows(Generic[T]):
     """The rows of a file that can be learned from, and how many were left out for which reason."""
 
@@ -66,14 +78,32 @@ def left_out_text(left_out: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {'row' if count == 1 else 'rows'} {reason}" for reason, count in left_out.items())
 
 
-def read_pairs(stage: Dpo) -> TrainingRows[Pair]:
-    """The pairs of the stage's file."""
-    reader = RowReader(prompt=stage.prompt, chat=stage.chat)
-    return read_training_rows(
-        stage.pairs,
-        f"{stage.label}.pairs",
-        lambda row, where, id: read_pair(reader, row, stage.chosen, stage.rejected, where, id),
-    )
+def read_preferences(stage: Dpo) -> TrainingRows[Pair | LabelledCompletion]:
+    """The pairs of the stage's file; with a label column, its single completions."""
+    reader, label = RowReader(prompt=stage.prompt, chat=stage.chat), stage.label_column
+
+    def read(row: Row, where: str, id: str) -> Pair | LabelledCompletion | str:
+        if label is None:
+            return read_pair(reader, row, stage.chosen, stage.rejected, where, id)
+        return read_labelled(reader, row, stage.completion, label, where, id)
+
+    return read_training_rows(stage.pairs, f"{stage.label}.pairs", read)
+
+
+def read_labelled(reader: RowReader, row: Row, completion: str, label: str, where: str, id: str) -> LabelledCompletion | str:
+    """The completion of a row by the names of its columns, or the reason why it is left out."""
+    value, is_desirable = column(row, completion, where), column(row, label, where)
+    if is_desirable not in (True, False):
+        because = f"it is {is_desirable!r}, and must be true (desirable) or false"
+        raise DataError(
+            where, f"column '{label}' holds no label", because=because, fix="correct the row, or name another column"
+        )
+    if reader.prompt in row:
+        prompt, text = reader.read(row, where, id), completion_text(value, completion, where)
+    else:
+        dialogue = _dialogue(value, completion, where)
+        prompt, text = Prompt(id=id, messages=tuple(dialogue[:-1])), dialogue[-1]["content"]
+    return LabelledCompletion(prompt, text, bool(is_desirable)) if text.strip() else "with an empty answer"
 
 
 def read_pair(reader: RowReader, row: Row, chosen: str, rejected: str, where: str, id: str) -> Pair | str:
@@ -108,7 +138,7 @@ def completion_text(value: Any, name: str, where: str) -> str:
     if isinstance(value, list | tuple) and len(value) == 1 and isinstance(value[0], Mapping):
         value = value[0].get("content")
     if not isinstance(value, str):
-        raise DataError(where, f"column '{name}' holds no text", because="a completion is a text", fix="fix the row")
+        raise DataError(where, f"column '{name}' holds no text", because="a completion is a text", fix="correct the row")
     return value
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from oncurve.errors import DataError
 from oncurve.recipe.schema import sections
-from oncurve.records import Example, Prompt
+from oncurve.records import Environment, Example, Prompt, StatefulEnvironment
 from oncurve.tasks.data.row_reader import RowReader
 
 Row = str | Sequence[Mapping[str, str]] | Mapping[str, Any]
@@ -32,27 +32,45 @@ class PromptList:
     """Lines for the run's log."""
 
     @classmethod
-    def of(cls, prompts: Iterable[Row], heldout: Iterable[Row] = (), name: str = "prompts") -> PromptList:
-        """From Python values. Rows with a "completion" become demonstrations too."""
+    def of(
+        cls,
+        prompts: Iterable[Row],
+        heldout: Iterable[Row] = (),
+        name: str = "prompts",
+        environment: Environment | StatefulEnvironment | Mapping[str, StatefulEnvironment] | None = None,
+    ) -> PromptList:
+        """From Python values. Rows with a "completion" become demonstrations too. If there are several environments, the column
+        "environment" names a row's own."""
         rows, reader = [_as_row(row) for row in prompts], RowReader()
-        train = [reader.read(row, f"{name}[{i}]", f"{name}/train/{i}") for i, row in enumerate(rows)]
-        heldout_prompts = [reader.read(_as_row(row), f"heldout[{i}]", f"{name}/heldout/{i}") for i, row in enumerate(heldout)]
+
+        def read(row: Mapping[str, Any], where: str, id: str) -> Prompt:
+            own, row = _environment_of(row, environment, where) if isinstance(environment, Mapping) else (environment, row)
+            return RowReader(environment=own).read(row, where, id)
+
+        train = [read(row, f"{name}[{i}]", f"{name}/train/{i}") for i, row in enumerate(rows)]
+        heldout_prompts = [read(_as_row(row), f"heldout[{i}]", f"{name}/heldout/{i}") for i, row in enumerate(heldout)]
         examples = (reader.example(row, p, f"{name}[{i}]") for i, (row, p) in enumerate(zip(rows, train, strict=True)))
-        return cls.split(train, heldout_prompts, [example for example in examples if example is not None], where=name)
+        task = cls.split(train, heldout_prompts, [example for example in examples if example is not None], where=name)
+        if not task.train:
+            because, fix = "all of them are in the held-out split", "give more prompts, or hold out fewer"
+            raise DataError(name, "no training prompts", because=because, fix=fix)
+        return task
 
     @classmethod
     def split(cls, train: Iterable[Prompt], heldout: Sequence[Prompt], examples: Iterable[Example], where: str) -> PromptList:
-        """Removes every training prompt and demonstration whose text is in the held-out split, whatever its columns or id."""
-        heldout_texts = {prompt.shown for prompt in heldout}
-        remaining = tuple(prompt for prompt in train if prompt.shown not in heldout_texts)
-        if not remaining:
-            raise DataError(
-                where,
-                "no training prompts",
-                because="there are none, or all of them are in the held-out split",
-                fix="give more prompts, or hold out fewer",
-            )
-        return cls(remaining, tuple(heldout), tuple(e for e in examples if e.prompt.shown not in heldout_texts))
+        """Removes every training prompt whose text is in the held-out split, whatever its columns or id, and its
+        demonstrations: those of all turns, whose ids are `ID/TURN`. The log says how many rows that are not held out themselves
+        are dropped."""
+        train, texts, ids = tuple(train), {prompt.shown for prompt in heldout}, {prompt.id for prompt in heldout}
+        remaining = tuple(prompt for prompt in train if prompt.shown not in texts)
+        if not remaining and not heldout:
+            raise DataError(where, "no training prompts", because="there are none", fix="give more prompts")
+        removed = {prompt.id for prompt in train} - {prompt.id for prompt in remaining}
+        dropped = len(removed - ids)
+        rows = "1 row dropped: its" if dropped == 1 else f"{dropped} rows dropped: their"
+        lines = (f"{rows} prompt is held out",) if dropped else ()
+        kept = (e for e in examples if removed.isdisjoint((e.prompt.id, e.prompt.id.rpartition("/")[0])))
+        return cls(remaining, tuple(heldout), tuple(e for e in kept if e.prompt.shown not in texts), log_lines=lines)
 
     @property
     def train_size(self) -> int:
@@ -60,11 +78,29 @@ class PromptList:
 
     @property
     def default_rewards(self) -> tuple[sections.Reward, ...]:
-        have_answers = any(prompt.columns.get("answer") is not None for prompt in (*self.train, *self.heldout))
+        prompts = (*self.train, *self.heldout)
+        if prompts and getattr(prompts[0].environment, "reward_name", None) is not None:
+            return (sections.Reward.model_validate({"type": "environment"}),)
+        have_answers = any(prompt.columns.get("answer") is not None for prompt in prompts)
         return (sections.Reward.model_validate({"type": "answer", "take": "any"}),) if have_answers else ()
 
     def train_prompt(self, index: int) -> Prompt:
         return self.train[index]
+
+
+def _environment_of(
+    row: Mapping[str, Any], environments: Mapping[str, StatefulEnvironment], where: str
+) -> tuple[StatefulEnvironment, Mapping[str, Any]]:
+    """A row's environment, and the row without its name."""
+    name = row.get("environment")
+    if not isinstance(name, str) or name not in environments:
+        raise DataError(
+            where,
+            f"environment {name!r}",
+            because=f"environment_factory has: {', '.join(environments)}",
+            fix='name one of them in the column "environment" of each row',
+        )
+    return environments[name], {key: value for key, value in row.items() if key != "environment"}
 
 
 def _as_row(row: Row) -> Mapping[str, Any]:

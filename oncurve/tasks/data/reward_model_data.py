@@ -109,7 +109,7 @@ def _steps(stage: RewardModel, reader: RowReader, row: Row, where: str, id: str)
             where,
             "steps and labels that do not match",
             because=f"'{stage.completions}' is a list of texts and '{stage.labels}' a list of as many true, false, 1, 0 or −1",
-            fix="fix the row",
+            fix="correct the row",
         )
     return RewardModelExample(prompt, tuple(steps), tuple(float(label > 0) for label in labels))
 
@@ -121,5 +121,5 @@ def _sign(value: Any, name: str, where: str) -> float:
 
 def _number(value: Any, name: str, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value or abs(value) == float("inf"):
-        raise DataError(where, f"column '{name}' holds {value!r}", because="it must be a finite number", fix="fix the row")
+        raise DataError(where, f"column '{name}' holds {value!r}", because="it must be a finite number", fix="correct the row")
     return float(value)

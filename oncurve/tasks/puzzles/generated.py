@@ -86,7 +86,7 @@ class GeneratedTask(Generic[P]):
                 yield problem
         raise RecipeError(
             "task.heldout" if purpose != "examples" else "task.examples",
-            len(skip),
-            because=f"no further problem of this task was found in {_MAX_TRIES} tries",
+            f"only {len(skip)} different problems",
+            because=f"no further problem of this task was found in {_MAX_TRIES:,} tries",
             fix=f"use fewer, or {self.advice}",
         )

@@ -49,7 +49,7 @@ def compare(secret: int, guess: int) -> str:
 
 
 def guesses_in(text: str) -> list[int]:
-    """The numbers before question marks."""
+    """The guesses in a text: numbers that are followed by a question mark."""
     return [int(number) for number in _GUESS.findall(text)]
 
 

@@ -1,42 +1,50 @@
 """The learner: graded groups in, an updated policy out.
 
 Groups are packed with their prompt stored once, and the gradient is summed over packs: reductions divide by the totals of the
-complete update, so the split into packs does not change it. Groups without signal are not forwarded, unless a KL term in the
-loss or an entropy bonus gives them a gradient.
-
-Activation checkpointing: a layer saves only its input, and recomputes the rest in the backward pass.
-
-As few layers as fit into the free memory are checkpointed. The gradient is the same.
+complete update, so the split into packs does not change it. Groups without signal are not forwarded, unless another term of the
+loss gives them a gradient: a KL, an entropy bonus, or a penalty on the change of the policy (`kl_cov`, dro).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from itertools import pairwise
-from typing import Any, Literal, TypeVar
+from dataclasses import dataclass, field, replace
+from functools import partial, reduce
+from itertools import accumulate, pairwise
+from typing import Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
+from oncurve.algos.entropy_controls import (
+    AdaptiveBonus,
+    LossTokens,
+    clip_cov_tokens,
+    covariances,
+    high_entropy_tokens,
+    kl_cov_tokens,
+)
 from oncurve.algos.kl import KL_ESTIMATORS
 from oncurve.algos.objectives import LossInputs, LossOutputs, LossSettings, Objective
 from oncurve.algos.packed_rows import PackedRows
-from oncurve.algos.ratios import mismatch_mask, truncated_weights
+from oncurve.algos.ratios import correction_weights, mismatch_mask, off_policy_mask, truncated_weights
 from oncurve.algos.reductions import LossDenominators, loss_denominators
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.models import lora
+from oncurve.errors import ModelError
+from oncurve.models import experts
 from oncurve.models.device_memory import free_memory
-from oncurve.models.heads.lm_head import gpu_chunk_tokens
+from oncurve.models.experts import RoutingPass
+from oncurve.models.heads.lm_head import Truncation, truncated_logps
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, split_by_budget, to_device
 from oncurve.models.policy import Policy, dummy_passes
 from oncurve.models.reference import Reference
-from oncurve.objective_specs import KlEstimator
+from oncurve.objective_specs import CORRECTIONS, CorrectionName, KlEstimator
+from oncurve.recipe.schema.sections import EntropyControls
 from oncurve.recipe.schema.sections import Optimiser as OptimiserSettings
-from oncurve.records import Completion, Floats, GradedGroup, Group, Ints, ScoredGroup
+from oncurve.records import Bools, Completion, Floats, GradedGroup, Group, Ints, ScoredGroup
+from oncurve.rng import philox_generator
+from oncurve.training.learner.activation_checkpointing import checkpoint_layers, layers_to_checkpoint, transient_bytes
 from oncurve.training.learner.micro_batch import (
     CompletionIndex,
     MicroBatch,
@@ -48,65 +56,11 @@ from oncurve.training.learner.micro_batch import (
 from oncurve.training.learner.oom_retry import PackedStage
 from oncurve.training.learner.sharded_optimiser import build_optimiser
 from oncurve.training.learner.update_stats import UpdateResult, UpdateStats
-from oncurve.training.timing import DevicePhases, utilisation
-
-MAX_FRACTION = 0.9
-"""Fraction of the free memory that activations may use; the rest allows for fragmentation."""
-
-
-def saved_bytes_per_token(policy: Policy) -> int:
-    """Bytes that one layer saves per token for the backward pass.
-
-    On the fast path: two residual sums, q, k, v, attention's output, gate and up, a float32 per head, and x Aᵀ of adapters.
-    With transformers' modules and autograd: about three times the residuals and norms, and twice the MLP.
-    """
-    config = policy.model.config.get_text_config()
-    itemsize, D, heads = policy.model.dtype.itemsize, config.hidden_size, config.num_attention_heads
-    mlp = int(getattr(config, "intermediate_size", None) or 4 * D)
-    ranks = (
-        sum(len(p) for name, p in lora.adapter_parameters(policy.model).items() if "lora_A" in name) // config.num_hidden_layers
-    )
-    fused: int = itemsize * (2 * D + 2 * (heads + policy.kv_heads) * policy.head_size + 2 * mlp + ranks) + 4 * heads
-    return fused if policy.fast_backbone is not None else fused + itemsize * (6 * D + 2 * mlp) + 8 * D
-
-
-def layers_to_checkpoint(policy: Policy, tokens: int, free: int) -> int:
-    """The fewest layers, counted from the first, that must be checkpointed for ``tokens`` to fit into ``free`` bytes."""
-    config = policy.model.config.get_text_config()
-    layers = int(config.num_hidden_layers)
-    layer_bytes = tokens * saved_bytes_per_token(policy)
-    gain = layer_bytes - tokens * policy.model.dtype.itemsize * config.hidden_size
-    excess = layers * layer_bytes - int(MAX_FRACTION * free)
-    return 0 if excess <= 0 else min(layers, -(-excess // max(gain, 1)))
-
-
-def transient_bytes(policy: Policy, tokens: int) -> int:
-    """Bytes that a pass uses beyond saved activations: one layer's gradients, embedding and head, and a chunk of logits."""
-    config, itemsize = policy.model.config.get_text_config(), policy.model.dtype.itemsize
-    mlp = int(getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
-    chunk: int = min(tokens, gpu_chunk_tokens(config.vocab_size)) * config.vocab_size * (4 + itemsize)
-    return int(tokens * itemsize * (4 * mlp + 8 * config.hidden_size)) + chunk
-
-
-def checkpoint_layers(policy: Policy, count: int) -> None:
-    """Checkpoint the first ``count`` layers; the others save their activations."""
-    if policy.fast_backbone is not None:
-        policy.fast_backbone.checkpointed = count
-        return
-    layers = getattr(policy.backbone, "layers", None)
-    assert isinstance(layers, nn.ModuleList)
-    for i, layer in enumerate(layers):
-        forward = type(layer).forward.__get__(layer)
-        layer.forward = partial(_forward_with_recompute, forward) if i < count else forward
-
-
-def _forward_with_recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
+from oncurve.training.timing import DevicePhases, model_flops, utilisation
 
 T = TypeVar("T")
+PrefixesOf = Callable[[ScoredGroup, Sequence[int], Sequence[int]], list[PrefixGroup]]
+"""(group, indices of completions, their keys) → the completions behind the prompts that a teacher reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +90,29 @@ class LearnerSettings:
     ratio_weighted_kl: bool = False
     reference_on_cpu: bool = False
     entropy_bonus: float = 0.0
+    entropy: EntropyControls = field(default_factory=EntropyControls)
     importance_cap: float | None = None
     mismatch_limit: float | None = None
+    correction: CorrectionName | None = None
+    off_policy_kl: float | None = None
+    truncates: bool = False
+    """Whether top-k, top-p or min-p truncate what is sampled: log-probs are then those of the truncated distribution."""
+    min_new_tokens: int = 0
+    """Positions before this one ban the end token; what was sampled there counts as not truncated."""
     forward_silent_groups: bool = False
     """Whether groups without signal are forwarded although their gradient is 0."""
+    routing_replay: bool = False
+    """Whether tokens take the experts that they took in the sampler."""
+    balance_loss: float = 0.0
+    """Weight of the balance loss of a mixture of experts."""
     tokens_per_pack: int = 16384
     checkpointing: Literal["auto", "on", "off"] = "auto"
+
+    @property
+    def has_old_pass(self) -> bool:
+        """Whether a pass before the first update computes the old log-probs, and finds what truncated sampling kept: if weights
+        change before a token's first update, or before its last."""
+        return self.minibatches > 1 or (self.truncates and self.passes > 1)
 
 
 class Learner(PackedStage):
@@ -160,6 +131,19 @@ class Learner(PackedStage):
             ratio_weighted_kl=settings.ratio_weighted_kl,
             entropy_bonus=settings.entropy_bonus,
         )
+        entropy = settings.entropy
+        self.adaptive_bonus = (
+            None
+            if entropy.target is None
+            else AdaptiveBonus(entropy.target, entropy.bonus_step, entropy.max_bonus, settings.entropy_bonus)
+        )
+        """The entropy bonus that follows a target; None if it is fixed."""
+        self.expert_load: ExpertLoad | None = None
+        """Of the current update, for the balance loss."""
+        if settings.routing_replay or settings.balance_loss:
+            self._check_experts()
+        self.other_flops = 0.0
+        """Of the current update: FLOPs of passes besides those over its own packs."""
         self._largest_pack = 0
         """Tokens of the largest pack for which checkpointed layers were chosen."""
 
@@ -168,7 +152,10 @@ class Learner(PackedStage):
 
         Every rank gets all groups of the step, packs its share of them, and takes part in every update.
         """
-        self.phases = DevicePhases(self.policy.device)
+        self.phases, self.other_flops = DevicePhases(self.policy.device), 0.0
+        groups = self._select_tokens(groups)
+        if self.adaptive_bonus is not None:
+            self.loss_settings = replace(self.loss_settings, entropy_bonus=self.adaptive_bonus.applied)
         chunks = split_evenly(len(groups), self.settings.minibatches)
         batches = self._build_fitting_batches(groups, chunks)
         totals = [self._loss_denominators([groups[g] for g in chunk]) for chunk in chunks]
@@ -179,16 +166,66 @@ class Learner(PackedStage):
             for k, total in enumerate(totals):
                 if self._forwarded_groups(groups, chunks[k]):
                     before = stats.snapshot()
+                    self.expert_load = self._expert_load(groups, chunks[k])
                     batches[k] = self._compute_gradient(groups, batches[k], total, stats if last else None)
                     with self.phases("optimiser"):
                         stats.updates.append(self.optimiser.step(partial(stats.metrics_since, before)))
-        return self._add_timing(stats.result(), [micro.pack for batch in batches for micro in batch])
+        result = self._follow_entropy(stats.result())
+        return self._add_timing(result, [micro.pack for batch in batches for micro in batch])
+
+    def _follow_entropy(self, result: UpdateResult) -> UpdateResult:
+        """Adds the applied entropy bonus to the metrics, and chooses the next step's, if it follows a target."""
+        if self.adaptive_bonus is None:
+            return result
+        applied = self.loss_settings.entropy_bonus
+        if "entropy" in result.metrics:
+            self.adaptive_bonus = self.adaptive_bonus.observe(result.metrics["entropy"])
+        return replace(result, metrics=result.metrics | {"entropy_bonus": applied})
+
+    def _select_tokens(self, groups: Sequence[GradedGroup]) -> list[GradedGroup]:
+        """The groups with the tokens that entropy controls drop or hold back, selected among all loss tokens of the step.
+
+        Covariances are those of the sampler's log-probs, which are the policy's before the first update. Entropies take a
+        forward pass of their own.
+        """
+        controls = self.settings.entropy
+        if not controls.selects_tokens:
+            return list(groups)
+        tokens = LossTokens(groups)
+        kept: Bools | None = None
+        anchored: Bools | None = None
+        if controls.top_share < 1:
+            kept = high_entropy_tokens(tokens.gather(self._entropies(groups)), controls.top_share)
+        if controls.clip_cov is not None or controls.kl_cov is not None:
+            logps = [[self._sampler_logps(g.group, s.completion) for s in g.scored.scored] for g in groups]
+            values = covariances(tokens.gather([g.advantages for g in groups]), tokens.gather(logps))
+            if controls.clip_cov is not None:
+                generator = philox_generator(0, "clip_cov", self.optimiser.done)
+                unclipped = ~clip_cov_tokens(values, controls.clip_cov, controls.clip_cov_range, generator)
+                kept = unclipped if kept is None else kept & unclipped
+            if controls.kl_cov is not None:
+                anchored = kl_cov_tokens(values, controls.kl_cov)
+        marks = zip(groups, tokens.scatter(kept), tokens.scatter(anchored), strict=True)
+        return [replace(group, kept=k, anchored=a) for group, k, a in marks]
+
+    @torch.no_grad()
+    def _entropies(self, groups: Sequence[GradedGroup]) -> list[list[Floats]]:
+        """The policy's entropy at each token of each completion."""
+        ids = [{c: completion.token_ids for c, completion in enumerate(g.group.completions)} for g in groups]
+
+        def measure(pack: Pack) -> Tensor:
+            self.other_flops += model_flops(self.policy, [pack], forward=1, backward=0)
+            return self.policy.pack_logps(pack, self.settings.temperature)[1]
+
+        with self.phases("old"):
+            return self.measure_tokens([g.scored for g in groups], ids, measure)
 
     def _add_timing(self, result: UpdateResult, packs: Sequence[Pack]) -> UpdateResult:
         """Adds the update's seconds by phase, and its model FLOPs per second as a fraction of the device's matmul rate."""
         seconds, passes = self.phases.seconds(), self.settings.passes
-        once = (self.reference is not None) + (self.settings.minibatches > 1)
-        used = utilisation(self.policy, packs, sum(seconds.values()), forward=passes + once, backward=passes)
+        once = (self.reference is not None) + self.settings.has_old_pass
+        total, other = sum(seconds.values()), self.other_flops
+        used = utilisation(self.policy, packs, total, forward=passes + once, backward=passes, other=other)
         return replace(result, metrics=result.metrics | used, seconds=seconds)
 
     def _choose_checkpointed_layers(self, tokens: int) -> None:
@@ -232,8 +269,12 @@ class Learner(PackedStage):
         largest = max((micro.pack.tokens for micro in batch), default=0)
         min_budget = max((min_pack_tokens(groups[g]) for micro in batch for g, _ in micro.indices), default=0)
         return self.with_oom_retry(
-            lambda budget: attempt(batch if budget == largest else repack(groups, batch, budget)), largest, min_budget
+            lambda budget: attempt(batch if budget == largest else self.repack(groups, batch, budget)), largest, min_budget
         )
+
+    def repack(self, groups: Sequence[GradedGroup], batch: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
+        """The same completions in packs of at most ``budget`` tokens."""
+        return repack(groups, batch, budget)
 
     def kl_sums(self, scored: Sequence[ScoredGroup]) -> list[list[float]]:
         """Σ_t KL of each completion, for a KL term in the reward."""
@@ -250,20 +291,28 @@ class Learner(PackedStage):
         return self.measure_tokens(scored, ids, self._kl)
 
     def measure_tokens(
-        self, scored: Sequence[ScoredGroup], ids: Sequence[Mapping[int, Ints]], measure: Callable[[Pack], Tensor]
+        self,
+        scored: Sequence[ScoredGroup],
+        ids: Sequence[Mapping[int, Ints]],
+        measure: Callable[[Pack], Tensor],
+        prefixes: PrefixesOf | None = None,
     ) -> list[list[Floats]]:
         """``measure``'s value at each token of ``ids[group][completion]``; empty for completions that ``ids`` lacks.
 
-        Each rank measures its share of the groups, and gets the values of all.
+        Each rank measures its share of the groups, and gets the values of all. ``prefixes`` puts completions behind other
+        prompts than their own.
         """
         local = self.world.local_indices([tokens_of(group.group) for group in scored])
         indices = [(g, c) for g in local for c in ids[g]]
         key_of = {index: key for key, index in enumerate(indices)}
-        prefix_groups = [
-            PrefixGroup(scored[g].group.prompt_ids, tuple(ids[g].values()), tuple(key_of[g, c] for c in ids[g]))
-            for g in local
-            if ids[g]
-        ]
+        prefix_groups = []
+        for g in local:
+            keys = [key_of[g, c] for c in ids[g]]
+            if prefixes is not None:
+                prefix_groups += prefixes(scored[g], list(ids[g]), keys)
+            elif ids[g]:
+                contexts = tuple(scored[g].scored[c].completion.contexts for c in ids[g])
+                prefix_groups.append(PrefixGroup(scored[g].group.prompt_ids, tuple(ids[g].values()), tuple(keys), contexts))
         values = {g: [np.zeros(0, np.float32)] * len(scored[g].scored) for g in local}
         for key, values_T in self._measure_completions(prefix_groups, measure):
             g, c = indices[key]
@@ -290,22 +339,58 @@ class Learner(PackedStage):
             return values
 
         budget = min(self.tokens_per_pack, sum(group.tokens for group in groups))
-        min_budget = max((len(group.prompt_ids) + max(map(len, group.completion_ids)) for group in groups), default=1)
+        min_budget = max(
+            (len(group.prompt_ids) + max(map(group.inputs_of, range(len(group.keys)))) + 1 for group in groups), default=1
+        )
         return self.with_oom_retry(attempt, budget, min_budget)
 
-    def _logps(self, pack: Pack) -> Tensor:
-        return self.policy.pack_logps(pack, self.settings.temperature)[0]
+    def _check_experts(self) -> None:
+        """Refuse a model whose experts can't be recorded, or whose routers have no logits for the balance loss."""
+        layers = self.policy.routed_layers
+        assert self.policy.experts_per_token
+        if self.settings.balance_loss and (layers is None or not layers.has_logits):
+            raise ModelError(
+                type(self.policy.model).__name__, "a balance loss", because="transformers records no logits of its routers",
+                fix="set balance_loss = 0",
+            )  # fmt: skip
+
+    def _routing_of(self, pack: Pack) -> RoutingPass | None:
+        """What the experts of a pack's pass do; None if the model's routers choose and nothing is kept."""
+        settings, layers, forced_NLk = self.settings, self.policy.routed_layers, None
+        if not (settings.routing_replay or settings.balance_loss) or layers is None:
+            return None
+        if settings.routing_replay and pack.routing_NE is not None:
+            forced_NLk = pack.routing_NE.view(pack.tokens, layers.layers, -1)
+        keeps_logits = settings.balance_loss > 0 and torch.is_grad_enabled()
+        return RoutingPass(forced_NLk=forced_NLk, keeps_logits=keeps_logits, predicted_M=pack.predicted_from_M)
+
+    def _expert_load(self, groups: Sequence[GradedGroup], chunk: Sequence[int]) -> ExpertLoad | None:
+        """How often the sampler took each expert for the tokens of an update, on all ranks."""
+        layers = self.policy.routed_layers
+        if not self.settings.balance_loss or layers is None:
+            return None
+        counts, tokens = np.zeros(layers.experts, np.int64), 0
+        for g in self._forwarded_groups(groups, chunk):
+            for scored, is_graded in zip(groups[g].scored.scored, groups[g].graded, strict=True):
+                completion = scored.completion
+                if is_graded and completion.routing is not None:
+                    counts += np.bincount(completion.routing[completion.loss_mask].flatten(), minlength=layers.experts)
+                    tokens += completion.length
+        return ExpertLoad(experts.expert_load(torch.from_numpy(counts), tokens, layers.layers).to(self.policy.device), tokens)
 
     def _loss_denominators(self, groups: Sequence[GradedGroup]) -> LossDenominators:
         return loss_denominators(groups, self.settings.length_budget)
 
-    def _forwarded_groups(self, groups: Sequence[GradedGroup], chunk: range) -> list[int]:
+    def _forwarded_groups(self, groups: Sequence[GradedGroup], chunk: Sequence[int]) -> list[int]:
         """The groups of a mini-batch that have a gradient."""
         loss = self.loss_settings
         all_groups = self.settings.forward_silent_groups or loss.beta > 0 or loss.entropy_bonus != 0
-        return [g for g in chunk if any(groups[g].graded) and (all_groups or groups[g].has_signal)]
+        all_groups = all_groups or self.adaptive_bonus is not None  # the target is the entropy of all tokens
+        return [
+            g for g in chunk if any(groups[g].graded) and (all_groups or groups[g].has_signal or groups[g].has_anchored_tokens)
+        ]
 
-    def _build_micro_batches(self, groups: Sequence[GradedGroup], chunk: range) -> list[MicroBatch]:
+    def _build_micro_batches(self, groups: Sequence[GradedGroup], chunk: Sequence[int]) -> list[MicroBatch]:
         """This rank's packs of a mini-batch, with everything that stays the same over the step's updates."""
         indices: list[CompletionIndex] = []
         prefix_groups = []
@@ -315,13 +400,19 @@ class Learner(PackedStage):
             prefix_groups.append(prefix_group_of(groups[g].scored, graded, range(len(indices), len(indices) + len(graded))))
             indices += [(g, c) for c in graded]
         batch, parts = [], list(split_by_budget(prefix_groups, self.tokens_per_pack))
-        padding = self.world.padding_passes(len(parts)) if self.settings.minibatches > 1 else 0
+        padding = self.world.padding_passes(len(parts)) if self.settings.has_old_pass else 0
         for part in parts:
             with self.phases("pack", host=True):
                 pack = build_pack(part, self.policy.device)
+            if pack.routing_NE is None and (self.settings.routing_replay or self.settings.balance_loss):
+                raise ModelError(
+                    "routing_replay", "completions without a record of their experts",
+                    because="their sampler does not record which experts a token takes",
+                    fix="set routing_replay = false and balance_loss = 0",
+                )  # fmt: skip
             batch.append(self._build_micro_batch(groups, pack, tuple(indices[k] for k in pack.keys)))
         with torch.no_grad():
-            dummy_passes(self.policy, padding, self._logps)
+            dummy_passes(self.policy, padding, self.policy.pack_logps)
         return self._add_reference_logps(batch)
 
     def _add_reference_logps(self, batch: list[MicroBatch]) -> list[MicroBatch]:
@@ -337,21 +428,42 @@ class Learner(PackedStage):
 
     @torch.no_grad()
     def _build_micro_batch(self, groups: Sequence[GradedGroup], pack: Pack, indices: tuple[CompletionIndex, ...]) -> MicroBatch:
-        completions: list[Completion] = [groups[g].scored.scored[c].completion for g, c in indices]
+        rows: list[tuple[Group, Completion]] = [(groups[g].group, groups[g].scored.scored[c].completion) for g, c in indices]
         # With one mini-batch the first update's forward runs on the weights that sampled: its log-probs are the old ones.
-        logp_old_M = None
-        if self.settings.minibatches > 1:
-            with self.phases("old"):
-                logp_old_M = self._logps(pack)
+        logp_old_M = truncation = None
+        if self.settings.truncates:
+            truncation = Truncation(self._concatenate([self._log_mass(*row) for row in rows]))
+        if self.settings.has_old_pass:
+            with self.phases("old"), experts.routed(self._routing_of(pack)):
+                if truncation is None:
+                    logp_old_M, _ = self.policy.pack_logps(pack, self.settings.temperature)
+                else:
+                    logp_old_M, truncation = self.policy.truncated_pack_logps(
+                        pack, self.settings.temperature, truncation.log_mass_M
+                    )
+        kept = [groups[g].kept[c] for g, c in indices if groups[g].kept]
+        anchored = [groups[g].anchored[c] for g, c in indices if groups[g].anchored]
         return MicroBatch(
             pack=pack,
             indices=indices,
             advantage_M=self._concatenate([groups[g].advantages[c] for g, c in indices]),
-            mask_M=to_device(np.concatenate([c.loss_mask for c in completions]), self.policy.device),
-            sampler_M=self._concatenate([c.logps for c in completions]),
+            mask_M=to_device(np.concatenate([completion.loss_mask for _, completion in rows]), self.policy.device),
+            sampler_M=self._concatenate([self._sampler_logps(*row) for row in rows]),
             logp_old_M=logp_old_M,
             logp_ref_M=None,
+            truncation=truncation,
+            kept_M=to_device(np.concatenate(kept), self.policy.device) if kept else None,
+            anchor_M=to_device(np.concatenate(anchored), self.policy.device) * self.settings.entropy.kl_cov_weight
+            if anchored
+            else None,
         )
+
+    def _sampler_logps(self, group: Group, completion: Completion) -> Floats:
+        """The sampler's log-probs, of the truncated distribution if sampling truncates."""
+        return completion.logps - self._log_mass(group, completion) if self.settings.truncates else completion.logps
+
+    def _log_mass(self, group: Group, completion: Completion) -> Floats:
+        return log_mass_of(completion, self.settings.min_new_tokens, by_turn=group.prompt.agent is not None)
 
     def _concatenate(self, arrays: Sequence[Floats]) -> Tensor:
         return to_device(np.concatenate(arrays), self.policy.device)
@@ -371,24 +483,44 @@ class Learner(PackedStage):
 
     def _forward_backward(self, micro: MicroBatch, totals: LossDenominators) -> tuple[LossInputs, LossOutputs]:
         """A pack's gradient: forward through the backbone; head and loss forward and backward, part by part; backward."""
-        with self.phases("forward"):
+        routing = self._routing_of(micro.pack)
+        with self.phases("forward"), experts.routed(routing):
             hidden_MD = self.policy.pack_hidden(micro.pack)
         inputs, outputs, hidden_grads = [], [], []
         for tokens, part in split_micro_batch(micro, self.policy.head_chunk_tokens):
             with self.phases("forward"):
                 part_hidden_MD = hidden_MD[tokens].detach().requires_grad_()
-                logp_M, entropy_M = self.policy.target_logps(part_hidden_MD, part.pack.target_M, self.settings.temperature)
-                inputs.append(self._loss_inputs(part, totals, logp_M, entropy_M))
-                outputs.append(self.objective.loss(inputs[-1], self.loss_settings))
+                part_inputs, part_outputs = self._part_loss(part, totals, part_hidden_MD)
+                inputs.append(part_inputs)
+                outputs.append(part_outputs)
             with self.phases("backward"):
-                outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
+                self.optimiser.scaled(outputs[-1].loss).backward()  # type: ignore[no-untyped-call]
                 assert part_hidden_MD.grad is not None
                 hidden_grads.append(part_hidden_MD.grad)
         with self.phases("backward"):
-            if hidden_MD.requires_grad:
-                hidden_MD.backward(hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads))  # type: ignore[no-untyped-call]
+            hidden_grad_MD = hidden_grads[0] if len(hidden_grads) == 1 else torch.cat(hidden_grads)
+            if self.expert_load is not None and routing is not None:
+                balance = experts.balance_loss(routing, self.expert_load.load_X, micro.mask_M, self.expert_load.tokens)
+                weighted = self.settings.balance_loss * balance
+                torch.autograd.backward([hidden_MD, self.optimiser.scaled(weighted)], [hidden_grad_MD, None])
+                outputs[0] = replace(outputs[0], loss=outputs[0].loss.detach() + weighted.detach(), balance=balance.detach())
+            elif hidden_MD.requires_grad:
+                hidden_MD.backward(hidden_grad_MD)  # type: ignore[no-untyped-call]
             self.optimiser.add_autograd_grads()
         return merge_inputs(micro, inputs), merge_outputs(outputs)
+
+    def _part_loss(self, part: MicroBatch, totals: LossDenominators, hidden_MD: Tensor) -> tuple[LossInputs, LossOutputs]:
+        """The loss of a part, forward through the head."""
+        target_M, temperature = part.pack.target_M, self.settings.temperature
+        if part.truncation is None:
+            logp_M, entropy_M = self.policy.target_logps(hidden_MD, target_M, temperature)
+        else:
+            logp_M, entropy_M, log_mass_M = truncated_logps(self.policy.head, hidden_MD, target_M, temperature, part.truncation)
+            if part.logp_ref_M is not None:
+                # So that the KL term compares what both models give the token before truncation.
+                part = replace(part, logp_ref_M=part.logp_ref_M - log_mass_M)
+        inputs = self._loss_inputs(part, totals, logp_M, entropy_M)
+        return inputs, self.objective.loss(inputs, self.loss_settings)
 
     def _loss_inputs(self, micro: MicroBatch, totals: LossDenominators, logp_M: Tensor, entropy_M: Tensor) -> LossInputs:
         logp_old_M = logp_M.detach() if micro.logp_old_M is None else micro.logp_old_M
@@ -402,33 +534,67 @@ class Learner(PackedStage):
             totals=totals,
             logp_ref_M=micro.logp_ref_M,
             entropy_M=entropy_M,
-            weight_M=self._mismatch_weights(micro, logp_old_M),
+            weight_M=self._sample_weights(micro, logp_M, logp_old_M),
+            kept_M=micro.kept_M,
+            anchor_M=micro.anchor_M,
         )
 
-    def _mismatch_weights(self, micro: MicroBatch, logp_old_M: Tensor) -> Tensor | None:
-        """Weights of tokens on which sampler and learner disagree: `importance_cap` and `mismatch_limit`; None if unset."""
-        cap, limit = self.settings.importance_cap, self.settings.mismatch_limit
-        weight_M = None if cap is None else truncated_weights(logp_old_M, micro.sampler_M, cap)
-        if limit is None:
-            return weight_M
+    def _sample_weights(self, micro: MicroBatch, logp_M: Tensor, logp_old_M: Tensor) -> Tensor | None:
+        """Weights of tokens on which sampler and learner disagree: the product of `importance_cap`, `mismatch_limit`,
+        `correction` and `off_policy_kl`; None if none of them is set."""
+        settings, sampler_M = self.settings, micro.sampler_M
         rows = PackedRows.of(micro.pack.row_M, micro.mask_M, micro.pack.rows, logp_old_M.dtype)
-        agree_M = mismatch_mask(logp_old_M, micro.sampler_M, rows, limit)
-        return agree_M if weight_M is None else weight_M * agree_M
+        weights: list[Tensor] = []
+        if settings.importance_cap is not None:
+            weights.append(truncated_weights(logp_old_M, sampler_M, settings.importance_cap))
+        if settings.mismatch_limit is not None:
+            weights.append(mismatch_mask(logp_old_M, sampler_M, rows, settings.mismatch_limit))
+        if settings.correction is not None:
+            weights.append(correction_weights(logp_old_M, sampler_M, rows, CORRECTIONS[settings.correction]))
+        if settings.off_policy_kl is not None:
+            weights.append(off_policy_mask(logp_M, sampler_M, micro.advantage_M, rows, settings.off_policy_kl))
+        return reduce(torch.mul, weights) if weights else None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoad:
+    """The fraction of an update's tokens that take each expert (`experts.expert_load`), and the number of these tokens."""
+
+    load_X: Tensor
+    tokens: int
 
 
 def prefix_group_of(group: ScoredGroup, completions: Sequence[int], keys: Sequence[int]) -> PrefixGroup:
     """The chosen completions of a group, with their prompt."""
-    return PrefixGroup(group.group.prompt_ids, tuple(group.scored[c].completion.token_ids for c in completions), tuple(keys))
+    chosen = [group.scored[c].completion for c in completions]
+    contexts = tuple(completion.contexts for completion in chosen)
+    routing = tuple(completion.routing for completion in chosen if completion.routing is not None)
+    ids = tuple(completion.token_ids for completion in chosen)
+    return PrefixGroup(group.group.prompt_ids, ids, tuple(keys), contexts, routing, group.group.prompt_routing)
+
+
+def log_mass_of(completion: Completion, min_new_tokens: int, *, by_turn: bool = False) -> Floats:
+    """The log of the probability that truncated sampling kept at each token: 0 if an engine did not report it, and where end
+    tokens were banned, whose probability is missing from the sampled one as well. That is at the completion's start or, of an
+    agent, which makes a request for each, at the start of every turn (``by_turn``)."""
+    mass_T: Floats = np.minimum(np.nan_to_num(completion.logps - completion.sampled_logps), 0.0).astype(np.float32)
+    starts = {0}
+    if by_turn:
+        mask_T = completion.loss_mask
+        starts |= {*(np.flatnonzero(mask_T[1:] & ~mask_T[:-1]) + 1).tolist(), *(first for first, _ in completion.contexts)}
+    for start in starts:
+        mass_T[start : start + min_new_tokens] = 0.0
+    return mass_T
 
 
 def tokens_of(group: Group) -> int:
     """Tokens of a group in a pack, its prompt counted once: what it costs to learn from it."""
-    return len(group.prompt_ids) + sum(len(c.token_ids) for c in group.completions)
+    return len(group.prompt_ids) + sum(c.packed_tokens for c in group.completions)
 
 
 def min_pack_tokens(group: GradedGroup) -> int:
     """Tokens of the prompt with its longest completion: the smallest pack size into which the group can be split."""
-    return len(group.group.prompt_ids) + max((len(c.token_ids) for c in group.group.completions), default=0)
+    return len(group.group.prompt_ids) + max((c.packed_tokens for c in group.group.completions), default=0)
 
 
 def repack(groups: Sequence[GradedGroup], batch: Sequence[MicroBatch], budget: int) -> list[MicroBatch]:
@@ -442,12 +608,19 @@ def repack(groups: Sequence[GradedGroup], batch: Sequence[MicroBatch], budget: i
         for g, keys in keys_of_group.items()
     ]
     by_completion = {name: _split_field(name, batch) for name in token_fields(batch[0])}
+    truncations = [
+        micro.truncation.part(slice(end - length, end))
+        for micro in batch
+        if micro.truncation is not None
+        for end, length in zip(accumulate(micro.pack.lengths), micro.pack.lengths, strict=True)
+    ]
     packed = []
     for part in split_by_budget(prefix_groups, budget):
         pack = build_pack(part, batch[0].mask_M.device)
         indices = tuple(rows[key][0].indices[rows[key][1]] for key in pack.keys)
         values = {name: torch.cat([of_row[key] for key in pack.keys]) for name, of_row in by_completion.items()}
-        packed.append(replace(batch[0], pack=pack, indices=indices, **values))
+        truncation = Truncation.join([truncations[key] for key in pack.keys]) if truncations else None
+        packed.append(replace(batch[0], pack=pack, indices=indices, truncation=truncation, **values))
     return packed
 
 

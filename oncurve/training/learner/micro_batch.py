@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from oncurve.algos.objectives import LossInputs, LossOutputs
+from oncurve.models.heads.lm_head import Truncation
 from oncurve.models.packing import Pack
 
 T = TypeVar("T")
@@ -36,6 +37,11 @@ class MicroBatch:
     sampler_M: Tensor
     logp_old_M: Tensor | None
     logp_ref_M: Tensor | None
+    truncation: Truncation | None = None
+    """With truncated sampling: the tokens that were kept."""
+    kept_M: Tensor | None = None
+    anchor_M: Tensor | None = None
+    """What entropy controls say of each token (`LossInputs`)."""
 
 
 def split_micro_batch(micro: MicroBatch, max_tokens: int) -> Iterator[tuple[slice, MicroBatch]]:
@@ -62,10 +68,10 @@ def _part(micro: MicroBatch, rows: slice, tokens: slice) -> MicroBatch:
         row_M=pack.row_M[tokens] - rows.start,
         keys=pack.keys[rows],
         lengths=pack.lengths[rows],
-        spans=pack.spans[rows],
     )
     values = {name: getattr(micro, name)[tokens] for name in token_fields(micro)}
-    return replace(micro, pack=part, indices=micro.indices[rows], **values)
+    truncation = None if micro.truncation is None else micro.truncation.part(tokens)
+    return replace(micro, pack=part, indices=micro.indices[rows], truncation=truncation, **values)
 
 
 def token_fields(micro: MicroBatch) -> list[str]:

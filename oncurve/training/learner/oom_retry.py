@@ -14,7 +14,7 @@ import torch
 from oncurve.distributed.world import World
 from oncurve.engines.base import Engine, SampleKey, slots_for
 from oncurve.engines.native.kv_cache import slots_per_block
-from oncurve.errors import ModelError
+from oncurve.errors import ModelError, troubleshooting
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Group, Prompt
 from oncurve.runs.step_notes import note
@@ -42,7 +42,8 @@ def retry_on_oom(attempt: Callable[[int], T], budget: int, *, min_budget: int, n
                 name,
                 f"out of memory at {budget}",
                 because=message,
-                fix="use a smaller model or shorter completions (sampling.max_new_tokens), or free the GPU",
+                fix="use a smaller model or shorter completions (sampling.max_new_tokens), or free the GPU; "
+                + troubleshooting("Out of memory"),
             )
         budget = max(budget // 2, min_budget)
         release_memory()
@@ -67,7 +68,8 @@ class PackedStage:
         return result
 
     def on_local_rows(self, costs: Sequence[int], budget: int, work: Callable[[list[int], int], T]) -> T:
-        """The result of ``work(indices, budget)`` on this rank's share of rows that cost this many tokens each."""
+        """The result of ``work(indices, budget)`` on this rank's share of the rows. ``costs`` has the number of tokens of each
+        row."""
         local = self.world.local_indices(costs)
         return self.with_oom_retry(lambda fitting: work(local, fitting), budget, max(costs))
 

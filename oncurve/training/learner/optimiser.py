@@ -6,6 +6,9 @@ A value is a spike if |value − median| > spike · max(MAD, |median| / 10, floo
 made. MAD is the median absolute deviation times 1.4826: the standard deviation, if the values are normally distributed. A spike
 moves means but not medians. The floor is the smallest change that matters: mean rewards that rise from 0 to 1 in one step are
 what training is for.
+
+Loss scaling: float16 has no numbers below 6e-8, and gradients of activations are often smaller. If a model has float16 weights,
+the loss is multiplied by a large scale before the backward pass, and gradients are divided by it in float32.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.recipe.schema.sections import Guard as GuardSettings
 from oncurve.recipe.schema.sections import Optimiser as Settings
-from oncurve.runs.step_notes import note
+from oncurve.runs.step_notes import mark_update, note
 from oncurve.training.learner.adam8bit import Adam8bit
 
 FLOORS = {"grad_norm": 0.01, "loss": 0.1, "kl": 0.01, "reward": 1.0}
@@ -71,17 +74,52 @@ class UpdateGuard:
             values.extend(state[f"guard/{name}"].tolist() if f"guard/{name}" in state else [])
 
 
+class LossScaler:
+    """The scale of the loss in float16, by the rule of `torch.amp.GradScaler` (Micikevicius et al. 2017, section 3.2): if a
+    gradient overflows, the update is skipped and the scale is halved; after `GROWTH_INTERVAL` updates in a row without an
+    overflow it is doubled. Its state is part of a checkpoint."""
+
+    FIRST, GROWTH, BACKOFF, GROWTH_INTERVAL = 65536.0, 2.0, 0.5, 2000
+
+    def __init__(self) -> None:
+        self.scale, self.good_updates = self.FIRST, 0
+
+    def update(self, overflowed: bool) -> None:
+        """After an update: the scale of the next."""
+        if overflowed:
+            self.scale, self.good_updates = self.scale * self.BACKOFF, 0
+            return
+        self.good_updates += 1
+        if self.good_updates == self.GROWTH_INTERVAL:
+            self.scale, self.good_updates = self.scale * self.GROWTH, 0
+
+    def state(self) -> dict[str, Tensor]:
+        return {"loss_scale": torch.tensor([self.scale, self.good_updates], dtype=torch.float64)}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        if "loss_scale" in state:  # missing if a fork changes the precision
+            self.scale, self.good_updates = float(state["loss_scale"][0]), int(state["loss_scale"][1])
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one optimiser update did. ``skipped``: the guard found NaN or a spike, and no weight changed."""
+    """What one optimiser update did. ``skipped``: the gradient overflowed or the guard found NaN or a spike, and no weight
+    changed. ``loss_scale`` is that of the update, in float16."""
 
     grad_norm: float
     learning_rate: float
     skipped: bool
+    loss_scale: float | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
-        return {"grad_norm": self.grad_norm, "learning_rate": self.learning_rate, "skipped_updates": float(self.skipped)}
+        scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
+        return {
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "skipped_updates": float(self.skipped),
+            **scale,
+        }
 
 
 def learning_rate_at(settings: Settings, update: int, updates: int) -> float:
@@ -101,6 +139,7 @@ class Optimiser:
     def __init__(self, model: nn.Module, settings: Settings, updates: int, world: World = SINGLE_PROCESS) -> None:
         self.settings, self.updates, self.world, self.done = settings, updates, world, 0
         self.guard = UpdateGuard(settings.guard)
+        self.scaler = LossScaler() if any(p.dtype == torch.float16 for p in model.parameters()) else None
         self.names = [name for name, p in model.named_parameters() if p.requires_grad]
         self.weights = [p for p in model.parameters() if p.requires_grad]
         self.masters = [self._master(p) for p in self.weights]
@@ -137,6 +176,10 @@ class Optimiser:
         for weight in self.weights:
             weight.grad = None
 
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss whose gradient a backward pass computes: in float16 a multiple of it."""
+        return loss if self.scaler is None else loss * self.scaler.scale
+
     def add_autograd_grads(self) -> None:
         """After a pack's backward pass: moves autograd's gradients into the float32 accumulators, if there are any."""
         if self.accumulator is not None:
@@ -149,19 +192,35 @@ class Optimiser:
         If the guard rejects the gradient norm or one of the ``guarded`` values (loss, kl, reward), no weight changes, but the
         schedule advances. ``guarded`` is called last: until then the GPU computes the gradient, and the host need not wait.
         """
+        mark_update()
         self._load_gradients()
+        scale = self._unscale()
         rate = learning_rate_at(self.settings, self.done, self.updates)
         self.done += 1
         norm = self._clip(self.settings.max_grad_norm or math.inf)
-        reason = self.guard.rejection_reason({"grad_norm": norm, **guarded()})
+        values = {"grad_norm": norm, **guarded()}
+        if self.scaler is not None:
+            overflowed = not math.isfinite(norm)
+            self.scaler.update(overflowed)
+            if overflowed:
+                note("bad", f"update skipped: the gradient overflowed in float16; the loss scale is now {self.scaler.scale:g}")
+                return Update(norm, rate, skipped=True, loss_scale=scale)
+        reason = self.guard.rejection_reason(values)
         if reason is not None:
             note("bad", f"update skipped: {reason}")
-            return Update(norm, rate, skipped=True)
+            return Update(norm, rate, skipped=True, loss_scale=scale)
         for group in self.adam.param_groups:
             group["lr"] = rate
         self.adam.step()
         self._store_weights()
-        return Update(norm, rate, skipped=False)
+        return Update(norm, rate, skipped=False, loss_scale=scale)
+
+    def _unscale(self) -> float | None:
+        """Divides the master weights' gradients by the loss scale. Returns it, or None if the loss is not scaled."""
+        if self.scaler is None:
+            return None
+        torch._foreach_mul_([m.grad for m in self.masters if m.grad is not None], 1 / self.scaler.scale)
+        return self.scaler.scale
 
     def _clip(self, limit: float) -> float:
         """Scales the gradients to a norm of at most ``limit``. Returns the norm before."""
@@ -184,7 +243,7 @@ class Optimiser:
 
     def state(self) -> dict[str, Tensor]:
         """Moments, step counts and master weights by parameter name, for a checkpoint."""
-        out = {"updates_done": torch.tensor(self.done), **self.guard.state()}
+        out = {"updates_done": torch.tensor(self.done), **self.guard.state(), **self._scaler_state()}
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             if master is not weight:
                 out[f"{name}/master"] = master.detach()
@@ -192,10 +251,19 @@ class Optimiser:
                 out[f"{name}/{key}"] = value
         return out
 
-    @torch.no_grad()
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
+    def _scaler_state(self) -> dict[str, Tensor]:
+        return {} if self.scaler is None else self.scaler.state()
+
+    def _load_counts(self, state: Mapping[str, Tensor]) -> None:
+        """What does not belong to a parameter."""
         self.done = int(state["updates_done"])
         self.guard.load_state(state)
+        if self.scaler is not None:
+            self.scaler.load_state(state)
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        self._load_counts(state)
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             if master is not weight:
                 master.copy_(state[f"{name}/master"])

@@ -102,7 +102,7 @@ class ShardedOptimiser(Optimiser):
 
     def state(self) -> dict[str, Any]:
         """The state of a single rank, in shards: master weights are included if a single rank would have them."""
-        out: dict[str, Any] = {"updates_done": torch.tensor(self.done), **self.guard.state()}
+        out: dict[str, Any] = {"updates_done": torch.tensor(self.done), **self.guard.state(), **self._scaler_state()}
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             if is_replica(weight, self.world):
                 continue
@@ -120,8 +120,7 @@ class ShardedOptimiser(Optimiser):
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self.done = int(state["updates_done"])
-        self.guard.load_state(state)
+        self._load_counts(state)
         keys = set(state)
         for name, weight, master in zip(self.names, self.weights, self.masters, strict=True):
             elements = self._local_range(weight)

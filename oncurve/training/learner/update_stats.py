@@ -1,4 +1,4 @@
-"""Statistics of a step's updates: metrics, and what each token of a completion showed, for the run's database."""
+"""Statistics of a step's updates, for the run's database: metrics, and values for each token of a completion."""
 
 from __future__ import annotations
 
@@ -49,6 +49,9 @@ class _PackStats:
 
 MAXIMA = ("ratio_max", "mismatch_max")
 """Statistics of which the largest over all tokens counts; of the others the mean does."""
+
+LOSSES = ("loss", "policy_loss", "balance_loss")
+"""Statistics that are sums over packs."""
 
 
 class UpdateStats:
@@ -108,14 +111,18 @@ class UpdateStats:
             "clip_high_share": outputs.clipped_high_M,
             "clip_share": outputs.clipped_M,
             "kl": outputs.kl_M,
+            "teacher_divergence": outputs.divergence_M,
             "update_kl": drift_M.exp() - 1 - drift_M,
             "mismatch_kl": mismatch_M.exp() - mismatch_M - 1,
             "ratio_max": outputs.ratio_M,
             "mismatch_max": mismatch_M.abs(),
+            "entropy_dropped_share": None if inputs.kept_M is None else ~inputs.kept_M,
             "mismatch_masked_share": None if inputs.weight_M is None else inputs.weight_M == 0,
         }
         scalars = {name: _reduce(x_M, mask_M, name in MAXIMA) for name, x_M in by_token.items() if x_M is not None}
         scalars |= {"loss": outputs.loss.detach().double(), "policy_loss": outputs.policy_loss.double()}
+        if outputs.balance is not None:
+            scalars["balance_loss"] = outputs.balance.double()
         rows = [logp_M, outputs.ratio_M, inputs.entropy_M.detach(), outputs.clipped_M]
         rows += [] if outputs.kl_M is None else [outputs.kl_M]
         token_table = torch.stack([x_M.float() for x_M in rows])
@@ -136,8 +143,8 @@ class UpdateStats:
         for name, value in scalars.items():
             if name in MAXIMA:
                 self.maxima[name] = max(self.maxima[name], value)
-            elif name in self.losses:
-                self.losses[name] += value
+            elif name in LOSSES:
+                self.losses[name] = self.losses.get(name, 0.0) + value
             elif name != "tokens":
                 self.sums[name] = self.sums.get(name, 0.0) + value
 
@@ -154,12 +161,14 @@ class UpdateStats:
         for pack, token_table in zip(self._packs, self._token_tables, strict=True):
             self._store_token_stats(pack.micro, token_table)
         sums = self.world.all_reduce_sum({"tokens": self.tokens, **self.sums, **self.losses})
-        tokens, losses = sums.pop("tokens"), {name: sums.pop(name) for name in self.losses}
+        tokens, losses = sums.pop("tokens"), {name: sums.pop(name) for name in LOSSES if name in sums}
         maxima = self.world.all_reduce_max(self.maxima)
         metrics = {name: total / max(tokens, 1) for name, total in sums.items()} | maxima | losses
         if self.updates:
             metrics["grad_norm"] = self.updates[-1].grad_norm
             metrics["learning_rate"] = self.updates[-1].learning_rate
+            if self.updates[-1].loss_scale is not None:
+                metrics["loss_scale"] = self.updates[-1].loss_scale
         metrics["skipped_updates"] = float(sum(u.skipped for u in self.updates))
         local = {(g, c): stats for g, row in enumerate(self.stats) for c, stats in enumerate(row) if stats is not None}
         for (g, c), stats in self.world.all_gather_dict(local).items():

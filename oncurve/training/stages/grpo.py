@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,20 +17,24 @@ from torch import Tensor
 
 from oncurve.algos.advantages import grade
 from oncurve.algos.objectives import build_objective, with_clip
+from oncurve.algos.surrogates import Dro
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.engines.base import Engine, SampleKey
-from oncurve.errors import ModelError, RewardError
+from oncurve.engines.base import Engine, PassCounts, SampleKey
+from oncurve.errors import ModelError, RecipeError, RewardError, troubleshooting
 from oncurve.models.device_memory import peak_memory_mib
 from oncurve.objective_specs import ObjectiveSpec
 from oncurve.recipe.defaults import advantage_settings, kl_settings
+from oncurve.recipe.schema.sections import Kl
 from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Trpo
-from oncurve.records import GradedGroup, Group, ScoredGroup, StepReport
+from oncurve.records import GradedGroup, Group, Prompt, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
+from oncurve.tasks.curriculum import GroupResult, Selector, build_selector
 from oncurve.tasks.prompt_order import prompts_for_step
 from oncurve.training.learner.learner import Learner, LearnerSettings
 from oncurve.training.learner.oom_retry import sample_with_retry
 from oncurve.training.learner.update_stats import UpdateResult
+from oncurve.training.stages.carry_over import CarryOver
 from oncurve.training.timing import PhaseClock
 
 MAX_MISMATCH_32BIT, MAX_MISMATCH_16BIT = 0.01, 1.0
@@ -41,8 +47,8 @@ class RolloutLoop(ABC):
     """The loop of a stage that samples groups, rewards them and updates the policy. Logging and saving happen outside."""
 
     learner: Learner
-    refresh_every = 0
-    """`kl.refresh_every` of stages that have it."""
+    kl = Kl()
+    """The KL penalty of stages that have one."""
 
     def __init__(
         self, stage: RolloutStage, seed: int, task: Task, engine: Engine, rewards: RewardMix, world: World = SINGLE_PROCESS
@@ -50,6 +56,10 @@ class RolloutLoop(ABC):
         self.stage, self.seed, self.task, self.engine, self.rewards, self.world = stage, seed, task, engine, rewards, world
         self.budget = Budget(stage)
         self._compared_with_sampler = False
+        self._passes = PassCounts()
+        """The sampler's passes of the current step."""
+        self._discarded: list[ScoredGroup] = []
+        """Groups that the current step has sampled and does not train on."""
 
     def step(self, n: int) -> StepReport:
         """Step number n, from 1: a pure function of the weights, the seed and n."""
@@ -58,7 +68,7 @@ class RolloutLoop(ABC):
             groups = self.sample(n)  # prompts -> completions and their log-probs; asynchronous rewards start meanwhile
         with clock("score"):
             scored = self.score(groups)  # text -> reward per aspect
-        scored, replaced = self.replace_silent_groups(n, scored, clock)
+        scored, replaced = self.complete_groups(n, scored, clock)
         self._stop_if_rewards_fail(scored)
         with clock("grade"):
             graded = self.grade(scored)  # rewards -> advantage per token
@@ -70,15 +80,20 @@ class RolloutLoop(ABC):
 
     def sample(self, n: int, round: int = 0) -> list[Group]:
         """This rank's share of the step's groups. Rounds 1, 2 … have prompts that the step has not sampled yet."""
-        prompts = prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=round)
-        return sample_with_retry(
-            self.engine,
-            self.world.local_prompts(prompts),
-            self.stage.group_size,
-            self.stage.sampling,
-            SampleKey(self.seed, n),
-            on_group=self._prefetch_rewards,
-        )
+        return self.sample_prompts(self.select_prompts(n, round), self.stage.group_size, SampleKey(self.seed, n))
+
+    def select_prompts(self, n: int, round: int = 0) -> list[Prompt]:
+        """The prompts of a step, the same on every rank."""
+        return prompts_for_step(self.task, self.seed, n - 1, self.stage.prompts_per_step, round=round)
+
+    def sample_prompts(self, prompts: Sequence[Prompt], size: int, key: SampleKey) -> list[Group]:
+        """A group of ``size`` completions for each of this rank's share of the prompts."""
+        local = self.world.local_prompts(prompts)
+        before, self.engine.records_routing = self.engine.counts, self.stage.records_routing
+        groups = sample_with_retry(self.engine, local, size, self.stage.sampling, key, on_group=self._prefetch_rewards)
+        self.engine.records_routing = False
+        self._passes += self.engine.counts - before
+        return groups
 
     def _prefetch_rewards(self, index: int, group: Group) -> None:
         if self.world.computes_rewards:
@@ -88,8 +103,8 @@ class RolloutLoop(ABC):
         """Every rank scores its own groups and gets those of all: each rank grades the complete step."""
         return self.world.all_gather_results(lambda: self.rewards.score(groups))
 
-    def replace_silent_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:
-        """(the step's groups, how many of them were replaced)."""
+    def complete_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:
+        """(the step's groups, how many of them were replaced), after any further samples that the stage wants."""
         return scored, 0
 
     @abstractmethod
@@ -97,9 +112,9 @@ class RolloutLoop(ABC):
         """An advantage for each token."""
 
     def refresh_reference(self, n: int) -> None:
-        """The reference becomes the policy after every ``refresh_every`` steps."""
-        if self.learner.reference is not None and self.refresh_every and n % self.refresh_every == 0:
-            self.learner.reference.refresh(self.engine.policy)
+        """The reference becomes the policy, or a mixture with it, after every ``kl.refresh_every`` steps."""
+        if self.learner.reference is not None and self.kl.refresh_every and n % self.kl.refresh_every == 0:
+            self.learner.reference.refresh(self.engine.policy, self.kl.refresh_mix)
 
     @property
     def is_over(self) -> bool:
@@ -110,6 +125,9 @@ class RolloutLoop(ABC):
         tensors = {"optimiser": self.learner.optimiser.state()}
         if self.learner.reference is not None:
             tensors["reference"] = self.learner.reference.state()
+        if self.learner.adaptive_bonus is not None:
+            bonus = self.learner.adaptive_bonus
+            tensors["entropy_bonus"] = {"bonus": torch.tensor([bonus.bonus, bonus.last_entropy], dtype=torch.float64)}
         if self.budget.is_set:
             tensors["budget"] = self.budget.state()
         return tensors
@@ -119,6 +137,9 @@ class RolloutLoop(ABC):
         if self.learner.reference is not None and "reference" in tensors:
             # A fork may turn the KL term on: its reference is then the policy that it starts from.
             self.learner.reference.load_state(tensors["reference"])
+        if self.learner.adaptive_bonus is not None and "entropy_bonus" in tensors:  # missing if a fork sets the target
+            bonus, last_entropy = tensors["entropy_bonus"]["bonus"].tolist()
+            self.learner.adaptive_bonus = replace(self.learner.adaptive_bonus, bonus=bonus, last_entropy=last_entropy)
         if "budget" in tensors:
             self.budget.load_state(tensors["budget"])
 
@@ -141,7 +162,7 @@ class RolloutLoop(ABC):
                 type(self.engine.policy.model).__name__,
                 f"sampler and learner disagree by up to {gap:.2g} nats per token",
                 because="both use the same weights, so Oncurve does not compute this model correctly; nothing was saved",
-                fix="train another model family, and report this one",
+                fix=f"train another model family, and report this one; {troubleshooting('Sampler and learner disagree')}",
             )
 
     def _stop_if_rewards_fail(self, scored: Sequence[ScoredGroup]) -> None:
@@ -152,12 +173,16 @@ class RolloutLoop(ABC):
                 f"{self.stage.label}.max_failure_share",
                 f"{len(failures)} of {completions} completions of a step could not be rewarded",
                 because=f"the first failure is: {failures[0]}",
-                fix="fix the reward, or raise max_failure_share if such failures are expected",
+                fix="correct the reward, or raise max_failure_share if such failures are expected; "
+                + troubleshooting("Rewards fail"),
             )
 
     def _report(self, n: int, graded: list[GradedGroup], update: UpdateResult, replaced: int, clock: PhaseClock) -> StepReport:
-        metrics = rollout_metrics(graded, self.rewards) | update.metrics
+        metrics = rollout_metrics(graded, self.rewards) | update.metrics | self._passes.metrics()
+        self._passes = PassCounts()
         metrics["groups_resampled"] = float(replaced)
+        metrics["tokens"] += sum(c.length for scored in self._discarded for c in scored.group.completions)
+        self._discarded = []
         seconds = sum(clock.seconds.values())
         self.budget.spend(metrics["tokens"], seconds)
         metrics["tokens_per_s"] = metrics["tokens"] / seconds
@@ -175,18 +200,46 @@ class GrpoLoop(RolloutLoop):
         self, stage: Grpo, seed: int, task: Task, engine: Engine, rewards: RewardMix, world: World = SINGLE_PROCESS
     ) -> None:
         super().__init__(stage, seed, task, engine, rewards, world)
-        self.grpo, self.refresh_every = stage, stage.kl.refresh_every
-        self.learner = Learner(engine.policy, grpo_learner_settings(stage), world)
+        self.grpo, self.kl = stage, stage.kl
+        self.learner = self.build_learner()
+        self.selector = None if stage.curriculum is None else build_selector(stage.curriculum, task, seed)
+        self.carry_over = CarryOver(stage, task) if stage.carry_over else None
+        self._compared_with_sampler = self.carry_over is not None  # other weights may have sampled a resumed run's first tokens
+
+    def build_learner(self) -> Learner:
+        return Learner(self.engine.policy, grpo_learner_settings(self.grpo), self.world)
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
         kl_sums = self.learner.kl_sums(scored) if self.learner.kl_in_reward else None
         return grade_by_group(self.grpo, scored, kl_sums, self.grpo.kl.beta)
 
-    def replace_silent_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:
-        """DAPO's dynamic sampling: replaces groups of equal rewards, which have no signal, by groups of fresh prompts."""
+    def select_prompts(self, n: int, round: int = 0) -> list[Prompt]:
+        if self.selector is None:
+            return super().select_prompts(n, round)
+        return self.selector.select(n - 1, self.stage.prompts_per_step, round=round)
+
+    def sample(self, n: int, round: int = 0) -> list[Group]:
+        if self.carry_over is not None:
+            before = self.engine.counts
+            groups = self.carry_over.sample(self.engine, n, self.seed, self._prefetch_rewards)
+            self._passes += self.engine.counts - before
+            return groups
+        first = None if self.grpo.curriculum is None else self.grpo.curriculum.first_samples
+        return self.sample_prompts(self.select_prompts(n, round), first or self.stage.group_size, SampleKey(self.seed, n))
+
+    def complete_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:
         replaced = 0
-        if self.grpo.no_signal != "resample":
-            return scored, replaced
+        if self.grpo.no_signal == "resample":
+            scored, replaced = self.replace_silent_groups(n, scored, clock)
+        if self.grpo.curriculum is not None and self.grpo.curriculum.first_samples is not None:
+            scored = self.extend_groups(n, scored, self.grpo.curriculum.first_samples, clock)
+        return scored, replaced
+
+    def replace_silent_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:
+        """DAPO's dynamic sampling: replaces groups of equal rewards, which have no signal, by groups of fresh prompts.
+
+        Returns (the step's groups, how many of them were replaced)."""
+        replaced = 0
         for i in range(1, self.grpo.max_resample_rounds + 1):
             silent = [g for g, group in enumerate(scored) if not has_reward_spread(group)]
             if not silent:
@@ -194,11 +247,121 @@ class GrpoLoop(RolloutLoop):
             with clock("sample"):
                 groups = self.sample(n, round=i)
             with clock("score"):
-                with_signal = [group for group in self.score(groups) if has_reward_spread(group)]
-            for g, group in zip(silent, with_signal, strict=False):
+                fresh = self.score(groups)
+            with_signal = [group for group in fresh if has_reward_spread(group)]
+            used = list(zip(silent, with_signal, strict=False))
+            self._discarded += [group for group in fresh if all(group is not other for _, other in used)]
+            self._discarded += [scored[g] for g, _ in used]
+            replaced += len(used)
+            for g, group in used:
                 scored = [*scored[:g], group, *scored[g + 1 :]]
-                replaced += 1
         return scored, replaced
+
+    def extend_groups(self, n: int, scored: list[ScoredGroup], first: int, clock: PhaseClock) -> list[ScoredGroup]:
+        """Adaptive group size: spends the step's remaining completions on the groups whose first completions disagree.
+
+        Samples are numbered consecutively, so a group gets the same samples as if it had been larger from the start. Rewards
+        may compare the completions of a group with each other, so complete groups are scored again.
+        """
+        assert self.grpo.curriculum is not None
+        size = self.stage.group_size
+        extra = extra_samples(
+            [has_reward_spread(group) for group in scored],
+            total=self.stage.prompts_per_step * size - len(scored) * first,
+            limit=(self.grpo.curriculum.max_group_size or MAX_GROWTH * size) - first,
+        )
+        extended = list(scored)
+        for count in sorted({count for count in extra if count}):
+            indices = [g for g, more in enumerate(extra) if more == count]
+            with clock("sample"):
+                prompts = [scored[g].group.prompt for g in indices]
+                new = self.sample_prompts(prompts, count, SampleKey(self.seed, n, first))
+                old = [scored[g].group for g in self.world.local_prompts(indices)]
+                groups = [replace(a, completions=a.completions + b.completions) for a, b in zip(old, new, strict=True)]
+            with clock("score"):
+                for g, group in zip(indices, self.score(groups), strict=True):
+                    extended[g] = group
+        return extended
+
+    def _report(self, n: int, graded: list[GradedGroup], update: UpdateResult, replaced: int, clock: PhaseClock) -> StepReport:
+        if self.selector is not None:
+            # All that was sampled: pass rates of groups with signal alone would make every level look half solved.
+            sampled = [*(g.scored for g in graded), *self._discarded]
+            self.selector.record(group_result(group, self.rewards) for group in sampled)
+        report = super()._report(n, graded, update, replaced, clock)
+        if self.selector is not None:
+            return replace(report, metrics={**report.metrics, **curriculum_metrics(graded, self.selector)})
+        if self.carry_over is not None:
+            self.carry_over.groups = self.carry_over.unfinished
+            carried = {"carried_groups": float(len(self.carry_over.groups))}
+            return replace(report, metrics={**report.metrics, **staleness_metrics(report), **carried})
+        return report
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        state = super().state()
+        if self.selector is not None:
+            state["curriculum"] = {name: torch.from_numpy(array) for name, array in self.selector.state().items()}
+        if self.carry_over is not None and self.carry_over.groups:
+            state["carried"] = self.carry_over.state()
+        return state
+
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        super().load_state(tensors)
+        if self.selector is not None and "curriculum" in tensors:  # missing if a fork turns the curriculum on
+            self.selector.load_state({name: tensor.numpy() for name, tensor in tensors["curriculum"].items()})
+        if self.carry_over is not None and "carried" in tensors:
+            self.carry_over.load_state(tensors["carried"])
+
+
+MAX_GROWTH = 4
+"""Adaptive group size: the default of the largest group, as a multiple of `group_size`."""
+
+
+def extra_samples(disagrees: Sequence[bool], *, total: int, limit: int) -> list[int]:
+    """How many more completions each group gets: ``total`` in all, spread evenly over the groups that disagree, up to ``limit``
+    each; what they can't take is spread over the others.
+
+    Example: ``extra_samples([True, False, True], total=9, limit=4)`` is ``[4, 1, 4]``
+    """
+    extra = [0] * len(disagrees)
+    for chosen, most in ((True, limit), (False, total)):
+        indices = [g for g, disagree in enumerate(disagrees) if disagree == chosen]
+        left = total - sum(extra)
+        for position, g in enumerate(indices):
+            share = left // len(indices) + (position < left % len(indices))
+            extra[g] = min(share, most)
+    return extra
+
+
+def group_result(scored: ScoredGroup, rewards: RewardMix) -> GroupResult:
+    """How many of a group's completions are correct. Those whose reward failed do not count, even if it only records them."""
+    graded = [
+        s
+        for s in scored.scored
+        if s.failure is None and not any(a.failure is not None and a.name in rewards.accuracy_rewards for a in s.aspects)
+    ]
+    return GroupResult(scored.group.prompt, sum(rewards.is_correct(s) for s in graded), len(graded))
+
+
+def curriculum_metrics(graded: Sequence[GradedGroup], selector: Selector) -> dict[str, float]:
+    """The fraction of samples that taught nothing, how many prompts have a pass rate, and the pass rates of levels."""
+    samples, silent = sum(len(g.graded) for g in graded), sum(len(g.graded) for g in graded if not g.has_signal)
+    levels = {f"pass_rate/{level}": rate.estimate() for level, rate in selector.levels.items()}
+    return {"no_signal_samples": silent / max(samples, 1), "known_prompts": float(len(selector.known)), **levels}
+
+
+def check_curriculum(stage: Grpo, task: Task, rewards: RewardMix) -> None:
+    """Raises an OncurveError if there are no pass rates to select by, or if the file of first estimates can't be read."""
+    if stage.curriculum is None:
+        return
+    if rewards.accuracy_reward is None:
+        raise RecipeError(
+            f"{stage.label}.curriculum", "set",
+            because="it selects prompts by their pass rate, and none of the stage's rewards defines correct answers",
+            fix="add a verifiable reward (weight = 0 only records it), give the reward that defines them the name `answer`, or "
+            "remove the curriculum",
+        )  # fmt: skip
+    build_selector(stage.curriculum, task, 0)
 
 
 def grade_by_group(
@@ -214,18 +377,25 @@ def grade_by_group(
         mask_cut=stage.mask_cut,
         kl_sums=kl_sums,
         beta=beta,
+        k=stage.advantage.k,
     )
 
 
 def grpo_learner_settings(stage: Grpo) -> LearnerSettings:
-    """The learner of a grpo stage."""
-    return surrogate_learner_settings(
+    """The learner of a grpo stage. From the second update of a step on, dro's penalty acts on tokens of advantage 0 too."""
+    penalises_all = stage.spec.surrogate == "dro" and stage.updates_in_step > 1
+    settings = surrogate_learner_settings(
         stage,
         stage.spec,
         updates=stage.steps * stage.updates_in_step,
         length_budget=stage.length_budget or stage.max_new_tokens,
-        forward_silent_groups=stage.no_signal == "keep",
+        forward_silent_groups=stage.no_signal == "keep" or penalises_all,
+        routing_replay=stage.routing_replay,
+        balance_loss=stage.balance_loss,
     )
+    if stage.dro_tau is None:
+        return settings
+    return replace(settings, objective=replace(settings.objective, surrogate=Dro(stage.dro_tau)))
 
 
 def surrogate_learner_settings(stage: Grpo | Ppo, spec: ObjectiveSpec, **settings: Any) -> LearnerSettings:
@@ -236,6 +406,8 @@ def surrogate_learner_settings(stage: Grpo | Ppo, spec: ObjectiveSpec, **setting
         objective=plain if clip is None else with_clip(plain, clip.low, clip.high, clip.dual),
         optimiser=stage.optimiser,
         temperature=stage.sampling.temperature,
+        truncates=stage.sampling.truncates,
+        min_new_tokens=stage.sampling.min_new_tokens,
         passes=stage.updates_per_step,
         minibatches=stage.minibatches,
         beta=stage.kl.beta,
@@ -244,8 +416,11 @@ def surrogate_learner_settings(stage: Grpo | Ppo, spec: ObjectiveSpec, **setting
         ratio_weighted_kl=stage.kl.ratio_weighted,
         reference_on_cpu=stage.kl.on_cpu,
         entropy_bonus=stage.entropy_bonus,
+        entropy=stage.entropy,
         importance_cap=stage.importance_cap,
         mismatch_limit=stage.mismatch_limit,
+        correction=stage.correction,
+        off_policy_kl=stage.off_policy_kl,
         tokens_per_pack=stage.tokens_per_pack,
         checkpointing=stage.checkpointing,
         **settings,
@@ -279,7 +454,8 @@ class Budget:
 
 
 def rollout_metrics(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[str, float]:
-    """Metrics of a step's samples: rewards by aspect, lengths, fractions of silent groups, truncated and failed completions."""
+    """Metrics of a step's samples: rewards by aspect, lengths, and the fractions of groups without signal and of truncated and
+    failed completions."""
     scored = [s for g in graded for s in g.scored.scored]
     totals = [s.total for s in scored if s.total is not None]
     lengths = [s.completion.length for s in scored]
@@ -299,13 +475,31 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[s
     logps = [s.completion.sampled_logps[s.completion.loss_mask] for s in scored]
     if any(np.isfinite(logps_T).any() for logps_T in logps):  # an endpoint returns none
         metrics["sampled_entropy"] = -float(np.nanmean(np.concatenate(logps), dtype=np.float64))
+    episodes = [s.completion.episode for s in scored if s.completion.episode is not None]
+    if episodes:
+        calls = [call for episode in episodes for call in episode.calls]
+        metrics["turns"] = float(np.mean([len(episode.turns) for episode in episodes]))
+        metrics["tool_calls"] = len(calls) / len(episodes)
+        metrics["tool_failure_share"] = float(np.mean([call.failure is not None for call in calls])) if calls else 0.0
     if rewards.accuracy_reward is not None:
         metrics["accuracy"] = float(np.mean([rewards.is_correct(s) for s in scored])) if scored else 0.0
+        metrics |= rewards.accuracy_by_task([g.scored for g in graded])
     for name in {a.name for s in scored for a in s.aspects}:
         values = [a.value for s in scored for a in s.aspects if a.name == name and a.value is not None]
         if values:
             metrics[f"reward/{name}"] = float(np.mean(values))
     return metrics
+
+
+def staleness_metrics(report: StepReport) -> dict[str, float]:
+    """Over the step's tokens, the mean and maximum number of updates since the weights that sampled a token."""
+    ages: list[float] = []
+    for group in report.groups:
+        for completion in group.group.completions:
+            spans = [*(completion.versions or ()), (len(completion.token_ids), 0)]
+            for (start, version), (end, _) in pairwise(spans):
+                ages += [float(report.step - 1 - version)] * (end - start)
+    return {"staleness": float(np.mean(ages)), "staleness_max": max(ages)} if ages else {}
 
 
 def has_reward_spread(scored: ScoredGroup) -> bool:

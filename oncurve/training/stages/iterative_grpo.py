@@ -111,7 +111,7 @@ class IterativeLoop(GrpoLoop):
         if len(failures) > self.stage.max_failure_share * completions:
             raise RewardError(
                 f"{self.stage.label}.iterate.labeller", message, because=f"the first failure is: {failures[0]}",
-                fix="fix the labeller, or raise max_failure_share; oncurve train --resume continues from the last checkpoint",
+                fix="correct the labeller, or raise max_failure_share; oncurve train --resume continues from the checkpoint",
             )  # fmt: skip
         note("labeller", f"{message}: {failures[0][:120]}")
 

@@ -114,7 +114,7 @@ class PackedOfflineStage(OfflineStage[StageT, RowT], PackedStage):
                 with self.policy.accumulate_into(self.optimiser.accumulator):
                     logp_M, entropy_M = self.policy.pack_logps(pack)
                 loss, terms = pack_loss(pack, logp_M, entropy_M)
-                loss.backward()  # type: ignore[no-untyped-call]
+                self.optimiser.scaled(loss).backward()  # type: ignore[no-untyped-call]
                 self.optimiser.add_autograd_grads()
                 packs.append(pack)
                 for name, value in terms.items():

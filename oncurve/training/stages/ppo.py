@@ -87,7 +87,7 @@ class PpoLoop(RolloutLoop):
         self, stage: Ppo, seed: int, task: Task, engine: Engine, rewards: RewardMix, world: World = SINGLE_PROCESS
     ) -> None:
         super().__init__(stage, seed, task, engine, rewards, world)
-        self.ppo, self.refresh_every = stage, stage.kl.refresh_every
+        self.ppo, self.kl = stage, stage.kl
         self.learner = PpoLearner(engine.policy, stage, world)
 
     def step(self, n: int) -> StepReport:
@@ -97,6 +97,8 @@ class PpoLoop(RolloutLoop):
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
         """Rewards by token, minus the KL if it is in the reward; advantages by GAE over the critic's values."""
         kls = self.learner.kl_tokens(scored) if self.learner.kl_in_reward else None
+        if self.ppo.critic.normalise and self.learner.value_scale is None:
+            self.learner.value_scale = reward_scale(scored)
         graded = [
             grade_with_critic(group, values, self.ppo, None if kls is None else kls[g])
             for g, (group, values) in enumerate(zip(scored, self.learner.values(scored), strict=True))
@@ -105,12 +107,23 @@ class PpoLoop(RolloutLoop):
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         critic = {"critic": self.learner.critic.state(), "critic_optimiser": self.learner.critic_optimiser.state()}
+        if self.learner.value_scale is not None:
+            critic["value_scale"] = {"mean_std": torch.tensor(self.learner.value_scale, dtype=torch.float64)}
         return super().state() | critic
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         super().load_state(tensors)
         self.learner.critic.load_state(tensors["critic"])
         self.learner.critic_optimiser.load_state(tensors["critic_optimiser"])
+        if "value_scale" in tensors:
+            mean, std = tensors["value_scale"]["mean_std"].tolist()
+            self.learner.value_scale = (mean, std)
+
+
+def reward_scale(scored: Sequence[ScoredGroup]) -> tuple[float, float]:
+    """(mean, std) of the rewards of a step, over all its completions that have one; a std of 0 counts as 1."""
+    totals = [total for group in scored for total in group.totals if total is not None]
+    return (float(np.mean(totals)), float(np.std(totals)) or 1.0) if totals else (0.0, 1.0)
 
 
 def grade_with_critic(group: ScoredGroup, values: Sequence[Floats], stage: Ppo, kls: Sequence[Floats] | None) -> ValuedGroup:
@@ -121,7 +134,7 @@ def grade_with_critic(group: ScoredGroup, values: Sequence[Floats], stage: Ppo, 
         penalty_T = None if kls is None else stage.kl.beta * kls[c]
         columns.append(value_completion(s, values[c], stage, penalty_T) if graded[c] else (_zeros(s),) * 4)
     advantages, token_values, returns, reward_to_go = zip(*columns, strict=True)
-    return ValuedGroup(group, advantages, graded, token_values, returns, reward_to_go)
+    return ValuedGroup(group, advantages, graded, values=token_values, returns=returns, reward_to_go=reward_to_go)
 
 
 def value_completion(s: ScoredCompletion, values: Floats, stage: Ppo, penalty_T: Floats | None) -> tuple[Floats, ...]:
@@ -159,7 +172,10 @@ class PpoLearner(Learner):
         self.critic = ValueModel(policy, shared=stage.critic.trunk == "shared")
         rate = stage.critic.learning_rate or stage.optimiser.learning_rate
         settings = stage.optimiser.model_copy(update={"learning_rate": rate})
-        self.critic_optimiser = build_optimiser(self.critic.module, settings, stage.steps * stage.updates_in_step, world)
+        updates = stage.steps * stage.critic_passes * stage.minibatches
+        self.critic_optimiser = build_optimiser(self.critic.module, settings, updates, world)
+        self.value_scale: tuple[float, float] | None = None
+        """(mean, std) by which values are the head's output, if the critic is normalised; None before the first step."""
         self.value_updates: list[Update] = []
         self.value_sums = {"value_loss": 0.0, "value_clip_share": 0.0}
         self._last_value_sums: dict[str, float] = {}
@@ -167,7 +183,14 @@ class PpoLearner(Learner):
     @torch.no_grad()
     def values(self, scored: Sequence[ScoredGroup]) -> list[list[Floats]]:
         """V before each token of each completion; if a completion was truncated, also V after its last token."""
-        return self.measure_tokens(scored, [self._ids_to_value(group) for group in scored], self.critic.values)
+        return self.measure_tokens(scored, [self._ids_to_value(group) for group in scored], self._values)
+
+    def _values(self, pack: Pack) -> Tensor:
+        """The critic's values, in units of reward."""
+        if self.value_scale is None:
+            return self.critic.values(pack)
+        mean, std = self.value_scale
+        return self.critic.values(pack) * std + mean
 
     def _ids_to_value(self, group: ScoredGroup) -> dict[int, Ints]:
         """The graded completions, with one more token if a completion was truncated."""
@@ -176,20 +199,26 @@ class PpoLearner(Learner):
 
     def update(self, groups: Sequence[GradedGroup]) -> UpdateResult:
         self.value_updates, self.value_sums = [], dict.fromkeys(self.value_sums, 0.0)
-        result = self._update_critic_only(groups) if self.is_warming_up else super().update(groups)
+        if self.is_warming_up:  # the policy does not change, so its log-probs are not computed
+            self.phases = DevicePhases(self.policy.device)
+            result = UpdateResult({}, [])
+            self._update_critic_only(groups, self.ppo.critic_passes)
+        else:
+            result = super().update(groups)
+            self._update_critic_only(groups, self.ppo.critic_passes - self.ppo.updates_per_step)
         return replace(result, metrics=result.metrics | self._value_metrics(groups))
 
-    def _update_critic_only(self, groups: Sequence[GradedGroup]) -> UpdateResult:
-        """A warm-up step: the policy does not change, so its log-probs are not computed."""
-        self.phases = DevicePhases(self.policy.device)
+    def _update_critic_only(self, groups: Sequence[GradedGroup], passes: int) -> None:
+        """Passes over a step's groups that train the critic alone."""
+        if not passes:
+            return
         chunks = split_evenly(len(groups), self.ppo.minibatches)
         batches = self._build_fitting_batches(groups, chunks)
-        for _ in range(self.ppo.updates_per_step):
+        for _ in range(passes):
             for chunk, batch in zip(chunks, batches, strict=True):
                 if self._forwarded_groups(groups, chunk):
                     totals = self._loss_denominators([groups[g] for g in chunk])
                     self._step_critic(self.with_fitting_packs(groups, batch, partial(self._accumulate_values, totals=totals)))
-        return UpdateResult({}, [])
 
     def _build_micro_batch(
         self, groups: Sequence[GradedGroup], pack: Pack, indices: tuple[CompletionIndex, ...]
@@ -226,10 +255,10 @@ class PpoLearner(Learner):
             assert micro.value_old_M is not None
             assert micro.return_M is not None
             with self.critic.trunk.accumulate_into(trunk_optimiser.accumulator):
-                value_M = self.critic.values(micro.pack)
+                value_M = self._values(micro.pack)
             loss_M, clipped_M = value_loss(value_M, micro.value_old_M, micro.return_M, self.ppo.critic.clip)
             loss = loss_M[micro.mask_M].sum() / max(totals.tokens, 1)
-            (weight * loss).backward()  # type: ignore[no-untyped-call]
+            self.critic_optimiser.scaled(weight * loss).backward()  # type: ignore[no-untyped-call]
             self.critic_optimiser.add_autograd_grads()
             sums["value_loss"] += float(loss.detach())
             sums["value_clip_share"] += float(clipped_M[micro.mask_M].sum()) / max(totals.tokens, 1)

@@ -1,7 +1,7 @@
 """The stage `rejection_sample`: samples groups, rewards them, and keeps the best completions that are good enough.
 
 Nothing is trained. What is kept is a file of the run, one JSON object per line, with the step that wrote it. The file is
-written anew with each step and renamed into place. Lines of the same or later steps are from a process that was killed before
+rewritten with each step and renamed into place. Lines of the same or later steps are from a process that was killed before
 its checkpoint: they are dropped and written again.
 """
 

@@ -133,7 +133,7 @@ class RewardModelTrainer(PackedStage):
             sums = []
             for part in parts:
                 scores = self._score(part)
-                (scores.loss / total).backward()  # type: ignore[no-untyped-call]
+                self.optimiser.scaled(scores.loss / total).backward()  # type: ignore[no-untyped-call]
                 self.optimiser.add_autograd_grads()
                 sums.append(to_host(scores))
             return add_scores(sums)
@@ -333,6 +333,6 @@ def check_policy(stage: RewardModel, task: Task, checker: PromptChecker) -> None
             stage.data,
             "nothing to learn from",
             because=f"all {len(data.train)} rows have more than {limit} tokens: {stage.label}.max_tokens is "
-            f"{stage.max_tokens}, and the model addresses {policy.max_positions} positions",
+            f"{stage.max_tokens}, and the model has {policy.max_positions} positions",
             fix=f"raise {stage.label}.max_tokens, use a model with a longer context, or give shorter rows",
         )

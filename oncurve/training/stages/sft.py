@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +27,7 @@ from oncurve.recipe.schema.base import STAGE_PREFIX
 from oncurve.recipe.schema.stages import Sft
 from oncurve.records import Bools, Example, Ints
 from oncurve.rng import philox_generator
+from oncurve.runs.step_notes import report_progress
 from oncurve.tasks.base import Task
 from oncurve.tasks.data.file_task import DEMONSTRATIONS, FileOptions, read_prompts, read_rows
 from oncurve.training.learner.sharded_optimiser import build_optimiser
@@ -52,7 +55,7 @@ class SftLoop(PackedOfflineStage[Sft, EncodedExample]):
         self.started = time.monotonic()
 
     def _encode(self, example: Example) -> EncodedExample:
-        return (self.policy.encode(example.prompt), *encode_example(self.policy, example))
+        return (self.policy.encode(example.prompt, example.tools), *encode_example(self.policy, example))
 
     @property
     def is_over(self) -> bool:
@@ -97,8 +100,10 @@ class SftLoop(PackedOfflineStage[Sft, EncodedExample]):
         groups = prefix_groups(self.heldout)
 
         def attempt(local: list[int], budget: int) -> float:
-            total = 0.0
+            total, done = 0.0, 0
             for pack in self.each_pack([groups[i] for i in local], budget, self.policy.pack_logps):
+                report_progress(done / len(local))
+                done += len(pack.keys)
                 mask_M = self._loss_mask(self.heldout, pack)
                 total -= float(self.policy.pack_logps(pack)[0][mask_M].double().sum())
             return total
@@ -134,7 +139,9 @@ def read_examples(stage: Sft, task: Task, folder: Path | None = None) -> Sequenc
                 "(sampling.max_new_tokens)",
             )
         column = "messages" if "messages" in first else "prompt"
-        return read_prompts(path, FileOptions(path=path, prompt=column), DEMONSTRATIONS, key)[1][: stage.examples]
+        examples = read_prompts(path, FileOptions(path=path, prompt=column), DEMONSTRATIONS, key)[1][: stage.examples]
+        tools = _tools_of(task)
+        return [replace(example, tools=example.tools or tools) for example in examples]
     if not task.examples:
         raise DataError(
             "task",
@@ -143,6 +150,12 @@ def read_examples(stage: Sft, task: Task, folder: Path | None = None) -> Sequenc
             fix="set task.examples, give the file a column of completions, or remove the stage",
         )
     return task.examples[: stage.examples]
+
+
+def _tools_of(task: Task) -> tuple[Mapping[str, Any], ...]:
+    """The tools of all of a task's prompts: the chat template shows them in demonstrations too, unless these have their own."""
+    environments = {id(prompt.environment): prompt for prompt in getattr(task, "train", ())}
+    return next(iter(environments.values())).tools if len(environments) == 1 else ()
 
 
 def split_heldout(examples: Sequence[Example], stage: Sft) -> tuple[Sequence[Example], Sequence[Example]]:

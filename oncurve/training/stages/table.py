@@ -19,6 +19,7 @@ from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import (
     STAGE_TYPES,
+    Distil,
     Dpo,
     Grpo,
     Ppo,
@@ -34,7 +35,9 @@ from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
 from oncurve.training.prompt_checker import PromptChecker
-from oncurve.training.stages import dpo, iterative_grpo, rejection_sample, reward_model, sft, training_free, trpo
+from oncurve.training.stages import distil, dpo, grpo, iterative_grpo, rejection_sample, reward_model, sft, training_free, trpo
+from oncurve.training.stages.carry_over import check_carry_over
+from oncurve.training.stages.distil import DistilLoop
 from oncurve.training.stages.dpo import DpoLoop
 from oncurve.training.stages.grpo import GrpoLoop
 from oncurve.training.stages.iterative_grpo import IterativeLoop
@@ -122,6 +125,12 @@ def _build_grpo(stage: Grpo, c: StageContext) -> StageLoop:
     return IterativeLoop(stage, c.recipe, c.task, c.engine, c.rewards, c.folder, c.world)
 
 
+def _check_grpo_data(stage: Grpo, task: Task, rewards: RewardMix) -> None:
+    iterative_grpo.check_data(stage)
+    grpo.check_curriculum(stage, task, rewards)
+    check_carry_over(stage, [] if task.train_size == 0 else [task.train_prompt(0)])
+
+
 STAGES: Mapping[type[StageBase], StageType] = StageTable(
     {
         Sft: StageType(
@@ -129,7 +138,12 @@ STAGES: Mapping[type[StageBase], StageType] = StageTable(
             check_data=lambda stage, task, rewards: sft.check_data(stage, task),
             check_policy=sft.check_policy,
         ),
-        Grpo: StageType(_build_grpo, check_data=lambda stage, task, rewards: iterative_grpo.check_data(stage)),
+        Grpo: StageType(_build_grpo, check_data=_check_grpo_data),
+        Distil: StageType(
+            lambda stage, c: DistilLoop(stage, c.recipe.model, c.seed, c.task, c.engine, c.rewards, c.world),
+            check_data=distil.check_data,
+            check_policy=distil.check_policy,
+        ),
         Ppo: StageType(lambda stage, c: PpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world)),
         Trpo: StageType(
             lambda stage, c: TrpoLoop(stage, c.seed, c.task, c.engine, c.rewards, c.world),

@@ -12,7 +12,7 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from oncurve.rewards.python_function import run_coroutine
 from oncurve.rng import derive_seed
 from oncurve.runs.atomic_files import write_file_atomically
 from oncurve.runs.preference_pairs import pair_of
-from oncurve.runs.step_notes import note
+from oncurve.runs.step_notes import mark_update, note, report_progress
 from oncurve.tasks.base import Task
 from oncurve.tasks.prompt_order import prompts_for_step
 from oncurve.training.stages.grpo import rollout_metrics
@@ -181,10 +181,27 @@ class TrainingFreeLoop:
                 metrics |= self.measure()
         return StepReport(self.stage.label, n, metrics, clock.seconds, graded)
 
-    def sample(self, prompts: Sequence[Prompt], library: Library, count: int, n: int) -> list[Group]:
-        """Groups from the endpoint. A failed request ends the stage: an endpoint that is down is not a wrong answer."""
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        library: Library,
+        count: int,
+        n: int,
+        on_reply: Callable[[float], None] = lambda share: None,
+    ) -> list[Group]:
+        """Groups from the endpoint. A failed request ends the stage: an endpoint that is down is not a wrong answer.
+        ``on_reply`` gets the fraction of the requests that is done."""
         samples = [(p, s) for p in prompts for s in range(count)]
-        replies = run_coroutine([self.client.ask(self._sample_request(p, library, s, n), str) for p, s in samples])
+        done = 0
+
+        async def ask(request: dict[str, Any]) -> str:
+            nonlocal done
+            reply = await self.client.ask(request, str)
+            done += 1
+            on_reply(done / len(samples))
+            return reply
+
+        replies = run_coroutine([ask(self._sample_request(p, library, s, n)) for p, s in samples])
         failure = next((reply for reply in replies if isinstance(reply, BaseException)), None)
         if failure is not None:
             raise RewardError(
@@ -205,6 +222,7 @@ class TrainingFreeLoop:
         requests = [self._teacher_request(pair, n, i) for i, pair in enumerate(pairs)]
         replies = run_coroutine([self.client.ask(request, parse_changes) for request in requests])
         edits = 0
+        mark_update()
         for reply in replies:
             if isinstance(reply, BaseException):
                 note("teacher", f"a reply of the teacher was ignored: {str(reply)[:120]}")
@@ -223,13 +241,17 @@ class TrainingFreeLoop:
         prompts = list(self.task.heldout)
         if not prompts:
             return {}
+        report_progress(0.0)
+        start = 0.0
         if self.without_library is None:
-            self.without_library = self._measure_with(prompts, Library({}))
+            self.without_library = self._measure_with(prompts, Library({}), lambda share: report_progress(share / 2))
+            start = 0.5
+        with_library = self._measure_with(prompts, self.library, lambda share: report_progress(start + (1 - start) * share))
         metric = "heldout_reward" if self.rewards.accuracy_reward is None else "heldout"
-        return {f"{metric}_without": self.without_library, f"{metric}_with": self._measure_with(prompts, self.library)}
+        return {f"{metric}_without": self.without_library, f"{metric}_with": with_library}
 
-    def _measure_with(self, prompts: Sequence[Prompt], library: Library) -> float:
-        scored = [s for g in self.rewards.score(self.sample(prompts, library, 1, 0)) for s in g.scored]
+    def _measure_with(self, prompts: Sequence[Prompt], library: Library, on_reply: Callable[[float], None]) -> float:
+        scored = [s for g in self.rewards.score(self.sample(prompts, library, 1, 0, on_reply)) for s in g.scored]
         if self.rewards.accuracy_reward is None:
             return float(np.mean([s.total for s in scored if s.total is not None] or [math.nan]))
         return float(np.mean([self.rewards.is_correct(s) for s in scored]))

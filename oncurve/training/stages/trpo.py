@@ -31,7 +31,7 @@ from oncurve.plan.memory import VECTOR_BYTES, parameters_with_room, table_bytes
 from oncurve.recipe.schema.stages import Trpo
 from oncurve.records import GradedGroup, ScoredGroup
 from oncurve.rewards.mix import RewardMix
-from oncurve.runs.step_notes import note
+from oncurve.runs.step_notes import mark_update, note
 from oncurve.tasks.base import Task
 from oncurve.training.learner.learner import Learner, LearnerSettings, min_pack_tokens
 from oncurve.training.learner.micro_batch import MicroBatch
@@ -82,7 +82,7 @@ class TrpoLearner(Learner):
             raise RecipeError(
                 "model.dtype",
                 str(policy.model.dtype).removeprefix("torch."),
-                because="trpo solves for its step and measures KLs of 0.01, and bfloat16 has three digits",
+                because="trpo solves for its step and measures KLs of 0.01, and 16 bits have three digits",
                 fix='use dtype = "float32", or stages of type grpo or ppo',
             )
         self.optimiser.accumulator = None  # the gradient is read from autograd
@@ -101,6 +101,7 @@ class TrpoLearner(Learner):
         gradient = -flatten([torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters])  # ∇L: uphill
         self.optimiser.zero_grad()
         norm, result = float(gradient.norm()), stats.result()
+        mark_update()
         rejection = self.optimiser.guard.rejection_reason({"grad_norm": norm, **stats.metrics_since(before)})
         if rejection is None:
             solution, step = self._solve(groups, gradient)
@@ -170,7 +171,8 @@ class TrpoLearner(Learner):
         return taken
 
     def _measure_step(self, batch: Sequence[MicroBatch], old: Sequence[Tensor]) -> dict[str, float]:
-        """Sums over this rank's tokens of L's rise and of KL(π_old ‖ π_θ), the KL over the complete vocabulary."""
+        """Two sums over this rank's tokens: how much the surrogate L has risen, and KL(π_old ‖ π_θ) over the complete
+        vocabulary."""
         gain = kl = 0.0
         for micro, old_MV in zip(batch, old, strict=True):
             new_MV = policy_distributions(self.policy, micro.pack, self.settings.temperature)

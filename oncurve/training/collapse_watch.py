@@ -1,0 +1,97 @@
+"""The collapse watch: warns early that a run has stopped learning, and says what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from oncurve.errors import troubleshooting
+from oncurve.recipe.schema.stages import Stage
+from oncurve.records import StepReport
+
+PATIENCE = 5
+"""Steps in a row that must look bad before a warning, and look well before it may be repeated."""
+
+
+@dataclass(frozen=True, slots=True)
+class CollapseRule:
+    """One way for training to collapse: its sign in a step's metrics, and what helps."""
+
+    is_bad: Callable[[Mapping[str, float]], bool]
+    message: str
+    section: str
+    """Of docs/troubleshooting.md."""
+
+
+COLLAPSE_RULES = {
+    "entropy": CollapseRule(
+        lambda m: m.get("sampled_entropy", 1.0) < 0.01,
+        "entropy is {sampled_entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
+        "optimiser.learning_rate, set kl.beta or entropy_bonus, or continue from an earlier step with `oncurve fork`",
+        "Entropy collapses",
+    ),
+    "easy": CollapseRule(
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 0.0) > 0.5,
+        "no group has a signal, and {accuracy:.0%} of completions are correct: the prompts are too easy now, or a reward gives "
+        "every text the same score (`oncurve rewards audit` shows this). Use harder ones, fix the reward, or stop here",
+        "Groups have no signal",
+    ),
+    "equal": CollapseRule(
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and "accuracy" not in m,
+        "no group has a signal: its rewards are all equal. If a reward gives every text the same score (`oncurve rewards audit`"
+        " shows this), fix it; otherwise use other prompts, a finer-grained reward, or a larger group_size (oncurve probe)",
+        "Groups have no signal",
+    ),
+    "hard": CollapseRule(
+        lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 1.0) <= 0.5,
+        "no group has a signal, and {accuracy:.0%} of completions are correct: all rewards of a group are equal. Use "
+        "easier prompts, a reward with partial credit, a larger group_size, or an sft stage first (oncurve probe)",
+        "Groups have no signal",
+    ),
+    "length": CollapseRule(
+        lambda m: m.get("cut_share", 0.0) > 0.9,
+        "{cut_share:.0%} of completions are truncated at the length limit: their answers are missing. Raise "
+        "sampling.max_new_tokens, or set overlong.buffer or mask_cut",
+        "Lengths explode",
+    ),
+}
+
+
+MIN_LEARNING_RATE = 1e-8
+"""Below this rate a stage is warned about: Adam's updates are about as large as the rate, and 1e-8 is less than the rounding of
+most float32 weights, so the policy stays as it is. The smallest rate in common use for GRPO is 1e-7."""
+
+
+def learning_rate_warning(stage: Stage) -> str | None:
+    """The warning for a stage whose learning rate is too small to change the policy; None if there is nothing to say."""
+    optimiser = getattr(stage, "optimiser", None)
+    if optimiser is None or optimiser.learning_rate >= MIN_LEARNING_RATE:
+        return None
+    return (
+        f"{stage.label}: optimiser.learning_rate = {optimiser.learning_rate:g} hardly changes the weights. 1e-6 suits full "
+        f"fine-tuning, 1e-5 to 2e-5 LoRA, 1e-3 the tiny model; {troubleshooting('The reward is flat')}"
+    )
+
+
+class CollapseWatch:
+    """Checks each step's report. A rule warns once it has held for `PATIENCE` steps."""
+
+    def __init__(self) -> None:
+        self.streaks: dict[str, int] = {}
+        """By rule: bad steps in a row, or, if negative, good ones."""
+        self.warned: set[str] = set()
+
+    def check(self, report: StepReport) -> list[str]:
+        """The warnings to give after this step."""
+        warnings = []
+        for name, rule in COLLAPSE_RULES.items():
+            is_bad = bool(report.groups) and rule.is_bad(report.metrics)
+            streak = self.streaks.get(name, 0)
+            self.streaks[name] = max(1, streak + 1) if is_bad else min(-1, streak - 1)
+            if self.streaks[name] <= -PATIENCE:
+                self.warned.discard(name)
+            if self.streaks[name] >= PATIENCE and name not in self.warned:
+                self.warned.add(name)
+                advice = f"{rule.message.format(**report.metrics)}; {troubleshooting(rule.section)}"
+                warnings.append(f"{report.stage} {report.step}: {advice}")
+        return warnings
