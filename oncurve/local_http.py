@@ -1,21 +1,22 @@
 """Local HTTP servers: the socket, the host names they answer to, the checks against requests of other sites' pages, and what
-they accept: complete headers in time, bodies of limited size and time, and strict JSON.
+they accept: complete headers in time, bodies of limited size and time, and strict JSON; their metrics in Prometheus' format.
 
 A server without a key or token answers only to loopback names, so a site that points its own name at 127.0.0.1 (DNS rebinding)
-is refused. Requests from another site's page are always refused. Python's JSON parser takes NaN, 1e999 and lone surrogates,
-which nothing after it can store or send back: they are refused before any handler meets them.
+is refused. Requests from another site's page are always refused. NaN, 1e999 and lone surrogates, which Python's JSON parser
+takes, are refused before any handler meets them (`oncurve.strict_json`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import hmac
 import ipaddress
 import json
-import math
 import socket
-from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import h11
 import uvicorn
@@ -25,15 +26,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from oncurve.errors import RunError
+from oncurve.strict_json import parse_json
 
 HEADER_S = 10.0
 """How long a client may take to send a request's headers, from the connection or the first byte on."""
 BODY_S = 60.0
 BODY_BYTES = 16 * 2**20
 """Far more than the longest context needs as text."""
-MAX_DEPTH = 200
 INLINE_BYTES = 65_536
 """Larger bodies are parsed in a thread, so that other requests are answered meanwhile."""
+
+JSON = "application/json"
 
 RespondError = Callable[[int, str], Response]
 """The response for a status and a message, in a server's own format."""
@@ -56,8 +59,10 @@ def host_of_header(header: str) -> str:
     return header.rpartition(":")[0] or header
 
 
-def rejection_reason(method: str, headers: Mapping[str, str], *, local_only: bool) -> tuple[int, str] | None:
-    """(status, message) if a request is refused: a foreign Host, a page of another site, or a body that is not JSON."""
+def rejection_reason(
+    method: str, headers: Mapping[str, str], *, local_only: bool, types: Sequence[str] = (JSON,)
+) -> tuple[int, str] | None:
+    """(status, message) if a request is refused: a foreign Host, a page of another site, or a body of another type."""
     host = headers.get("host", "")
     if local_only and not is_loopback(host_of_header(host)):
         return 421, "This server answers to 127.0.0.1 and localhost only."
@@ -67,19 +72,23 @@ def rejection_reason(method: str, headers: Mapping[str, str], *, local_only: boo
     is_navigation = method == "GET" and headers.get("sec-fetch-mode") == "navigate"
     if headers.get("sec-fetch-site", "none") not in ("none", "same-origin") and not is_navigation:
         return 403, "Requests from other sites are refused."
-    is_json = headers.get("content-type", "").partition(";")[0] == "application/json"
-    if method not in ("GET", "HEAD") and not is_json:
-        return 415, "The body must be application/json."
+    if method not in ("GET", "HEAD") and _content_type(headers) not in types:
+        return 415, f"The body must be {' or '.join(types)}."
     return None
 
 
+def _content_type(headers: Mapping[str, str]) -> str:
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to an address; port 0 takes any free port."""
+    """Listen on an address; port 0 chooses a free port. Clients that connect before the server runs are queued."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.socket(family, socket.SOCK_STREAM)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen(1024)
     except OSError as error:
         listening.close()
         is_taken = error.errno == errno.EADDRINUSE
@@ -143,19 +152,60 @@ def server_config(app: ASGIApp) -> uvicorn.Config:
     return uvicorn.Config(app, **UVICORN_OPTIONS)
 
 
+class KeyMiddleware:
+    """Lets a request through if it has the key, or, on a server without one, if it comes from this machine.
+
+    The key is the value of ``header``, with or without `Bearer`; ``wrong_key`` is the response to a request without it, and
+    ``types`` are the types of bodies that the application reads.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        header: str,
+        wrong_key: Response,
+        respond_error: RespondError,
+        types: Sequence[str] = (JSON,),
+    ) -> None:
+        self.app, self.key, self.header, self.types = app, key, header, types
+        self.wrong_key, self.respond_error = wrong_key, respond_error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        rejection = self._rejection(scope) if scope["type"] == "http" else None
+        await (rejection or self.app)(scope, receive, send)
+
+    def _rejection(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        reason = rejection_reason(scope["method"], headers, local_only=self.key is None, types=self.types)
+        if reason is not None:
+            return self.respond_error(*reason)
+        key = read_key(headers.get(self.header, ""))
+        is_wrong = self.key is not None and not hmac.compare_digest(key, self.key.encode())
+        return self.wrong_key if is_wrong else None
+
+
+def read_key(value: str) -> bytes:
+    """The key in a header, with or without `Bearer` before it. The scheme's case does not matter (RFC 9110, 11.1)."""
+    scheme, _, key = value.partition(" ")
+    return (key if scheme.lower() == "bearer" else value).encode("utf-8", "replace")
+
+
 class JsonBodies:
     """Middleware that reads a request's body before the application sees it, and refuses what is too large, too slow or no
-    strict JSON. Put it behind the check of keys and tokens: strangers' bodies are not read."""
+    strict JSON. Put it behind the check of keys and tokens: strangers' bodies are not read. Bodies of ``others``, types that
+    the application parses itself, are only limited."""
 
-    def __init__(self, app: ASGIApp, respond_error: RespondError) -> None:
-        self.app, self.respond_error = app, respond_error
+    def __init__(self, app: ASGIApp, respond_error: RespondError, others: Sequence[str] = ()) -> None:
+        self.app, self.respond_error, self.others = app, respond_error, others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        body = await self._read(Headers(scope=scope), receive)
-        if isinstance(body, bytes) and body:
+        headers = Headers(scope=scope)
+        body = await self._read(headers, receive)
+        if isinstance(body, bytes) and body and _content_type(headers) not in self.others:
             body = await self._check(body)
         if body is None:
             return  # the client has left
@@ -204,35 +254,38 @@ class JsonBodies:
 
 def check_json(body: bytes) -> None:
     """Raises ValueError, with the reason, if a body is not JSON that every part of a server can handle."""
-
-    def finite(text: str) -> float:
-        value = float(text)
-        if not math.isfinite(value):
-            raise ValueError(f"the number {text[:20]} is too large")
-        return value
-
-    def refuse(name: str) -> NoReturn:
-        raise ValueError(f"{name} is not a number of JSON")
-
     try:
-        value = json.loads(body.decode("utf-8"), parse_float=finite, parse_constant=refuse)
-        _check_depth(value)
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
+        parse_json(body.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
-    except UnicodeEncodeError:
-        raise ValueError("a text has half of a character (a lone surrogate)") from None
-    except RecursionError:
-        raise ValueError("it is nested too deeply") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} at character {error.pos}") from None
 
 
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inside = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [item for items in inside for item in items]
-        if not level:
-            return
-    raise RecursionError
+@dataclass(frozen=True, slots=True)
+class PrometheusMetric:
+    """A metric of a server, with a value for each set of labels.
+
+    Example: PrometheusMetric("oncurve_tokens_total", "counter", "Tokens generated.", [({"model": "sums"}, 1024)])
+    """
+
+    name: str
+    type: Literal["counter", "gauge"]
+    help: str
+    values: Iterable[tuple[Mapping[str, str], float]]
+
+
+def prometheus_response(metrics: Iterable[PrometheusMetric]) -> Response:
+    """Metrics in the text format 0.0.4, for a scraper."""
+    lines = []
+    for metric in metrics:
+        lines += [f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.type}"]
+        lines += [f"{metric.name}{_labels(labels)} {value:.17g}" for labels, value in metric.values]
+    return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    def escaped(value: str) -> str:
+        return value.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
+
+    return "{" + ",".join(f'{name}="{escaped(value)}"' for name, value in labels.items()) + "}"

@@ -34,11 +34,25 @@ class IncrementalDetokenizer:
         after = self._decode(self._ids[start:])
         if after.endswith(INCOMPLETE) and not last:
             if len(token_ids) == 1:
-                return ""
+                return self._settled(start, before, after)
             del self._ids[known:]
             return "".join(self.push(token_id) for token_id in token_ids)
         self._returned = len(self._ids)
         return after[len(before) :]
+
+    def _settled(self, start: int, before: str, after: str) -> str:
+        """The text of a long run of invalid bytes, up to a token after which it can't change any more.
+
+        A character has at most four bytes and a token at least one. So text that four more tokens have not changed is final.
+        """
+        if len(self._ids) - self._returned < CONTEXT:
+            return ""
+        for end in range(len(self._ids) - 4, self._returned, -1):
+            text = self._decode(self._ids[start:end])
+            if after.startswith(text):
+                self._returned = end
+                return text[len(before) :]
+        return ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,9 +96,10 @@ class StreamedText:
     def _send(self, end: int, finish: str | None = None) -> TextDelta:
         if end <= self._sent and finish is None:
             return TextDelta("", (), None)
-        text, tokens = self._text[self._sent : end], tuple(self._unsent_tokens)
-        self._sent, self._unsent_tokens = max(end, self._sent), []
-        return TextDelta(text, tokens, finish)
+        ready = [token for token in self._unsent_tokens if finish is not None or token[1] < end]
+        text, self._unsent_tokens = self._text[self._sent : end], self._unsent_tokens[len(ready) :]
+        self._sent = max(end, self._sent)
+        return TextDelta(text, tuple(ready), finish)
 
     def _held_back(self) -> int:
         """Characters at the end that may be the beginning of a stop string."""

@@ -1,8 +1,8 @@
 """The endpoint: /v1/models, /v1/chat/completions and /v1/completions, as OpenAI's clients call them; and serving it.
 
-The engine in its own thread: requests come in from the event loop, tokens go back to it.
+The engine runs in one thread, here one of its own: requests come in from the event loop, tokens go back to it.
 
-Only this thread touches the session, so nothing needs a lock. Between decode steps it handles the commands that have arrived:
+Only that thread touches the session, so nothing needs a lock. Between decode steps it handles the commands that have arrived:
 new requests get slots while others decode, and a request whose client has left frees its slots. All tokens of a step are sent
 to the event loop at once.
 """
@@ -10,7 +10,7 @@ to the event loop at once.
 from __future__ import annotations
 
 import asyncio
-import hmac
+import concurrent.futures
 import json
 import os
 import queue
@@ -19,40 +19,59 @@ import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
-from functools import lru_cache
-from itertools import count
-from typing import Any
+from contextlib import ExitStack, aclosing
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, count
+from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from oncurve.engines.base import SampleRequest
+from oncurve.engines.base import Grammar, SampleRequest
 from oncurve.engines.native.session import SampledToken, Session, open_session, served_request
-from oncurve.errors import ModelError, RecipeError
-from oncurve.local_http import JsonBodies, address_of, is_loopback, listen, rejection_reason, server_config
+from oncurve.errors import ModelError, OncurveError, RecipeError
+from oncurve.local_http import (
+    JsonBodies,
+    KeyMiddleware,
+    PrometheusMetric,
+    address_of,
+    is_loopback,
+    listen,
+    prometheus_response,
+    server_config,
+)
+from oncurve.models.heads.divergence_head import most_likely
+from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.records import Ints, Prompt
-from oncurve.serve.detokenizer import StreamedText, TextDelta
+from oncurve.recipe.schema.sections import Draft
+from oncurve.records import Environment, Ints, Prompt, StatefulEnvironment
+from oncurve.serve.chat_message import MessageReader
+from oncurve.serve.detokenizer import IncrementalDetokenizer, StreamedText, TextDelta
+from oncurve.serve.episode_call import EpisodeCall
+from oncurve.serve.json_grammar import JsonGrammars, SchemaError
 from oncurve.serve.openai_format import (
     ApiError,
     ChatBody,
     ChatFormatter,
+    CompletionBody,
     CompletionChoice,
     ResponseFormatter,
+    ScoredPrompt,
     TextBody,
     TextFormatter,
     error_response,
     error_text,
     install_error_handlers,
+    token_id_text,
     usage,
 )
 
+T = TypeVar("T")
 Item = tuple[int, list[SampledToken] | Exception]
 """The index of a request in its call, and its new tokens or an error."""
 
@@ -81,23 +100,44 @@ class _Cancel:
     call: int
 
 
-class EngineThread:
-    """Runs a session until it is closed."""
+Task = Callable[[], None]
+"""Work for the engine's thread, between two decode steps."""
+
+
+class EngineLoop:
+    """Runs a session in the thread that calls `run`."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
-        self._commands: queue.SimpleQueue[_Submit | _Cancel | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Submit | _Cancel | Task | None] = queue.SimpleQueue()
         self._calls = count()
         self._requests_of: dict[int, list[int]] = {}  # call -> the session's numbers of its requests
         self._subscribers: dict[int, tuple[_Subscriber, int]] = {}  # the session's number -> (subscriber, index in the call)
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+        self.completions = self.prompt_tokens = self.tokens_sampled = 0
+        """Totals since the start, for /metrics."""
 
-    def close(self) -> None:
-        """Ends after the current decode step."""
+    def stop(self) -> None:
+        """`run` returns after the current decode step."""
         self._commands.put(None)
-        self._thread.join()
-        self.session.close()
+
+    def call(self, task: Task) -> None:
+        """Runs ``task`` in the engine's thread. What it raises, `run` raises."""
+        self._commands.put(task)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, which needs the model and no session, done in the engine's thread."""
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+        def task() -> None:
+            if not done.set_running_or_notify_cancel():  # nobody waits for it any more
+                return
+            try:
+                done.set_result(work())
+            except Exception as error:  # an error of one request must not end the server
+                done.set_exception(error)
+
+        self.call(task)
+        return await asyncio.wrap_future(done)
 
     async def tokens(
         self, requests: Sequence[SampleRequest], gone: asyncio.Future[Any]
@@ -121,17 +161,20 @@ class EngineThread:
             if unfinished:
                 self._commands.put(_Cancel(call))
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """Decodes, and waits for requests, until `stop` is called."""
         while self._handle_commands():
             try:
                 sampled = self.session.step()
             except Exception as error:  # an error of one batch, such as out of memory, must not end the server
                 self._fail(error)
                 continue
+            self.tokens_sampled += len(sampled)
             by_request: dict[int, list[SampledToken]] = {}
             for token in sampled:
                 by_request.setdefault(token.request, []).append(token)
-            self._publish(by_request)
+            failed = {number: RuntimeError(reason) for number, reason in self.session.failures.items()}
+            self._publish({**by_request, **failed})
             self._forget_ended()
 
     def _handle_commands(self) -> bool:
@@ -147,7 +190,11 @@ class EngineThread:
             if isinstance(command, _Submit):
                 numbers = [self.session.submit(request) for request in command.requests]
                 self._requests_of[command.call] = numbers
+                self.completions += sum(request.samples for request in command.requests)
+                self.prompt_tokens += sum(len(request.prompt_ids) for request in command.requests)
                 self._subscribers |= {number: (command.subscriber, index) for index, number in enumerate(numbers)}
+            elif callable(command):
+                command()
             else:
                 for number in self._requests_of.get(command.call, ()):
                     self.session.cancel(number)
@@ -175,6 +222,21 @@ class EngineThread:
                 loop.call_soon_threadsafe(_deliver, of_loop)
 
 
+class EngineThread(EngineLoop):
+    """Runs a session in a thread of its own until it is closed."""
+
+    def __init__(self, session: Session) -> None:
+        super().__init__(session)
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends after the current decode step."""
+        self.stop()
+        self._thread.join()
+        self.session.close()
+
+
 def _deliver(items: list[tuple[_Subscriber, int, list[SampledToken] | Exception]]) -> None:
     for subscriber, index, item in items:
         subscriber.queue.put_nowait((index, item))
@@ -192,8 +254,10 @@ class ServedModel:
 
     name: str
     policy: Policy
-    engine: EngineThread
+    engine: EngineLoop
     created: int = field(default_factory=lambda: int(time.time()))
+    environment: Environment | StatefulEnvironment | None = None
+    """Runs the model's tool calls, if the server does that itself."""
 
     @property
     def has_chat_template(self) -> bool:
@@ -203,30 +267,66 @@ class ServedModel:
         """The engine's request. Raises ApiError if prompt and completion don't fit."""
         limit, context = self.engine.session.max_new_tokens, self.engine.session.context
         room = context - len(prompt_ids)
-        if room < 1 or room < (body.limit or 1):
+        asked = body.limit or 1
+        if room < asked:
             if context == self.policy.max_positions:
-                reason = f"the model addresses {context} positions"
+                reason = f"the model has {context} positions"
             else:
                 reason = f"the memory that is free for the KV cache holds {context} tokens"
             raise ApiError(
                 400,
-                f"a prompt of {len(prompt_ids)} tokens and a completion of {body.limit or 1} don't fit: {reason}",
+                f"a prompt of {len(prompt_ids)} tokens and a completion of {asked} don't fit: {reason}",
                 "messages" if isinstance(body, ChatBody) else "prompt",
                 "context_length_exceeded",
             )
-        if (body.limit or 1) > limit:
-            message = f"{body.limit} tokens: this server generates at most {limit} (oncurve serve --max-tokens)"
+        if asked > limit:
+            message = f"{asked} tokens: this server generates at most {limit} (oncurve serve --max-tokens)"
             raise ApiError(400, message, "max_tokens")
-        return served_request(prompt_ids, body.samples, body.sampling(body.limit or min(limit, room)), seed, body.top)
+        sampling = body.sampling(body.limit or min(body.default_tokens, limit, room))
+        return served_request(prompt_ids, body.samples, sampling, seed, body.top)
 
     def encode_chat(self, body: ChatBody) -> Ints:
-        prompt = Prompt("messages", messages=tuple(message.for_template() for message in body.messages))
-        if not self.has_chat_template:
-            raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", "messages")
+        prompt = Prompt("messages", messages=tuple(body.template_messages))
+        self.check_chat()
         try:
-            return self.policy.encode(prompt)
+            return self.policy.encode(prompt, body.template_tools)
         except ModelError as error:
             raise ApiError(400, error_text(error), "messages") from None
+
+    @cached_property
+    def _grammars(self) -> JsonGrammars:
+        return JsonGrammars(self.policy)
+
+    def grammar_of(self, body: ChatBody) -> Grammar | None:
+        """The texts that `response_format` or `tool_choice` allows; None: any text. Raises ApiError."""
+        response_format, functions = body.response_format, body.required_functions
+        schema = None if response_format is None else response_format.schema_to_follow
+        if schema is not None and body.template_tools:
+            message = "response_format with tools: with JSON output the model could not call a tool; leave either out"
+            raise ApiError(400, message, "response_format")
+        key = "tool_choice" if functions else "response_format"
+        if functions and getattr(self.policy.tokenizer, "response_template", None) is not None:
+            raise ApiError(400, "tool_choice: this model writes calls in a form of its own, so none can be required", key)
+        if (schema is not None or functions) and not self.engine.session.can_constrain:
+            if response_format is not None and response_format.type == "json_object":
+                return None
+            what = "a required tool_choice" if functions else "json_schema"
+            message = f"{what}: this server samples with CUDA graphs, which can't be constrained; serve the model on a CPU"
+            raise ApiError(400, message, key)
+        try:
+            if functions:
+                return self._grammars.compile_calls({function.name: function.schema_of_arguments for function in functions})
+            return None if schema is None else self._grammars.compile(schema)
+        except SchemaError as error:
+            raise ApiError(400, f"{key}: {error}", key) from None
+
+    def check_chat(self) -> None:
+        if not self.has_chat_template:
+            raise ApiError(400, f"{self.name} has no chat template: use /v1/completions", "messages")
+
+    def check_columns(self, body: CompletionBody) -> None:
+        if body.columns is not None and self.environment is None:
+            raise ApiError(400, "columns: no environment runs here (oncurve serve --tools): leave them out", "columns")
 
     def encode_text(self, prompt: str | list[int]) -> Ints:
         if isinstance(prompt, str):
@@ -235,6 +335,53 @@ class ServedModel:
         if max(prompt) >= vocabulary:
             raise ApiError(400, f"token {max(prompt)}: the model has {vocabulary} tokens", "prompt")
         return np.asarray(prompt, np.int64)
+
+    @torch.inference_mode()
+    def score(self, prompt_ids: Ints, top: int) -> ScoredPrompt:
+        """The log-probs of a prompt's own tokens, at temperature 1. The first token follows nothing and has none."""
+        limit = self.policy.max_positions
+        if len(prompt_ids) > limit:
+            message = f"a prompt of {len(prompt_ids)} tokens: the model has {limit} positions"
+            raise ApiError(400, message, "prompt", "context_length_exceeded")
+        ids, logps, likely = prompt_ids.tolist(), list[float](), list[list[tuple[int, float]]]()
+        if len(ids) > 1:
+            pack = build_pack([PrefixGroup(prompt_ids[:1], (prompt_ids[1:],), (0,))], self.policy.device)
+            hidden_MD = self.policy.pack_hidden(pack)
+            logps_M, top_MK, ids_MK = most_likely(self.policy.head, hidden_MD, pack.target_M, top)
+            logps = logps_M.tolist()
+            likely = [list(zip(*row, strict=True)) for row in zip(ids_MK.tolist(), top_MK.tolist(), strict=True)]
+        return ScoredPrompt(*self._text_and_offsets(ids), logps, likely)
+
+    def _text_and_offsets(self, ids: list[int]) -> tuple[str, list[int], list[int]]:
+        """The text of tokens, the tokens, and where in the text each of them begins."""
+        text, texts = self._decode_all(ids), [self.token_text(token_id) for token_id in ids]
+        if "".join(texts) != text:  # a character of several tokens, or a tokenizer whose tokens depend on those before
+            detokenizer = IncrementalDetokenizer(self._decode_all)
+            texts = [detokenizer.push(token_id) for token_id in ids]
+        return text, ids, list(accumulate(map(len, texts), initial=0))[:-1]
+
+    def _decode_all(self, ids: list[int]) -> str:
+        return str(self.policy.tokenizer.decode(ids, skip_special_tokens=False))
+
+    @property
+    def card(self) -> dict[str, Any]:
+        """The model as /v1/models lists it."""
+        session = self.engine.session
+        card = {"id": self.name, "object": "model", "created": self.created, "owned_by": "oncurve"}
+        card |= {"context": session.context, "max_tokens": session.max_new_tokens, "chat": self.has_chat_template}
+        if self.environment is not None:
+            card |= {"tools": [tool["function"]["name"] for tool in getattr(self.environment, "tools", ())]}
+        return card
+
+    @property
+    def waiting(self) -> int:
+        """Completions that wait for a slot."""
+        return len(self.engine.session.waiting)
+
+    @property
+    def running(self) -> int:
+        """Completions in a slot."""
+        return max(0, sum(self.engine.session.unfinished.values()) - self.waiting)
 
     def decode(self, ids: list[int]) -> str:
         return str(self.policy.tokenizer.decode(ids, skip_special_tokens=True))
@@ -248,45 +395,99 @@ def _token_text(policy: Policy, token_id: int) -> str:
     return str(policy.tokenizer.decode([token_id], skip_special_tokens=False))
 
 
-def make_app(served: ServedModel, key: str | None) -> ASGIApp:
-    """The endpoint over a model. With ``key``, every request must send it."""
+def read_metrics(models: Sequence[ServedModel]) -> Iterator[PrometheusMetric]:
+    def values(value: Callable[[ServedModel], int]) -> list[tuple[dict[str, str], int]]:
+        return [({"model": served.name}, value(served)) for served in models]
+
+    yield PrometheusMetric(
+        "oncurve_completions_total", "counter", "Completions begun.", values(lambda served: served.engine.completions)
+    )
+    yield PrometheusMetric(
+        "oncurve_prompt_tokens_total", "counter", "Tokens of prompts.", values(lambda served: served.engine.prompt_tokens)
+    )
+    yield PrometheusMetric(
+        "oncurve_prompt_tokens_kept_total",
+        "counter",
+        "Tokens of prompts that were in the KV cache.",
+        values(lambda served: served.engine.session.runner.counts.kept),
+    )
+    yield PrometheusMetric(
+        "oncurve_tokens_total", "counter", "Tokens sampled.", values(lambda served: served.engine.tokens_sampled)
+    )
+    yield PrometheusMetric("oncurve_running", "gauge", "Completions in a slot.", values(lambda served: served.running))
+    yield PrometheusMetric(
+        "oncurve_waiting", "gauge", "Completions that wait for a slot.", values(lambda served: served.waiting)
+    )
+
+
+def make_app(models: Sequence[ServedModel], key: str | None) -> ASGIApp:
+    """The endpoint over some models. With ``key``, every request must send it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None, title="Oncurve")
     install_error_handlers(app)
-    session = served.engine.session
-    card = {"id": served.name, "object": "model", "created": served.created, "owned_by": "oncurve"}
-    card |= {"context": session.context, "max_tokens": session.max_new_tokens, "chat": served.has_chat_template}
 
     @app.get("/v1/models")
-    def models() -> dict[str, Any]:
-        return {"object": "list", "data": [card]}
+    def list_models() -> dict[str, Any]:
+        return {"object": "list", "data": [served.card for served in models]}
 
     @app.get("/v1/models/{name:path}")
     def model(name: str) -> dict[str, Any]:
-        _check_model(served, name)
-        return card
+        return find_model(models, name).card
 
     @app.get("/health")
     def health() -> dict[str, Any]:
-        return {"status": "ok", "waiting": len(session.waiting)}
+        return {"status": "ok", "waiting": sum(served.waiting for served in models)}
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return prometheus_response(read_metrics(models))
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
-        _check_model(served, body.model)
+        served = find_model(models, body.model)
+        served.check_columns(body)
+        if served.environment is not None:
+            return await _play(served, request, body)
         prompt = await asyncio.to_thread(served.encode_chat, body)  # a long prompt takes seconds
-        return await _respond(served, request, body, [prompt], ChatFormatter)
+        tools = body.template_tools
+        several = body.allows_several_calls
+        to_message = MessageReader(served.policy, prompt, tools, len(body.messages), several) if tools else None
+        grammar = await asyncio.to_thread(served.grammar_of, body)
+        return await _respond(served, request, body, [prompt], partial(ChatFormatter, to_message=to_message), grammar)
 
     @app.post("/v1/completions")
     async def text(request: Request, body: TextBody) -> Response:
-        _check_model(served, body.model)
+        served = find_model(models, body.model)
+        served.check_columns(body)
+        if served.environment is not None and not body.echo:
+            return await _play(served, request, body)
         prompts = await asyncio.to_thread(lambda: [served.encode_text(prompt) for prompt in body.prompts])
+        if body.echo:
+            return await _score(served, request, body, prompts)
         return await _respond(served, request, body, prompts, TextFormatter)
 
-    return KeyMiddleware(JsonBodies(app, error_response), key)
+    message = "the key is missing or wrong: send it as `Authorization: Bearer KEY`"
+    wrong_key = error_response(401, message, code="invalid_api_key")
+    return KeyMiddleware(JsonBodies(app, error_response), key, "authorization", wrong_key, error_response)
 
 
-def _check_model(served: ServedModel, name: str) -> None:
-    if name != served.name:
-        raise ApiError(404, f"there is no model {name!r} here: this server has {served.name!r}", "model", "model_not_found")
+def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
+    """The model that a request names. Raises ApiError."""
+    by_name = {served.name: served for served in models}
+    if name not in by_name:
+        names = ", ".join(map(repr, by_name))
+        raise ApiError(404, f"there is no model {name!r} here: this server has {names}", "model", "model_not_found")
+    return by_name[name]
+
+
+async def _score(served: ServedModel, http_request: Request, body: TextBody, prompts: Sequence[Ints]) -> Response:
+    """The response to `echo`: one prompt at a time, so that completions go on decoding in between."""
+    scored = []
+    for ids in prompts:
+        if await http_request.is_disconnected():
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+        scored.append(await served.engine.compute(partial(served.score, ids, body.top)))
+    token_text = token_id_text if body.return_tokens_as_token_ids else served.token_text
+    return JSONResponse(TextFormatter(served.name, token_text, True).scored(scored))
 
 
 async def _respond(
@@ -294,17 +495,36 @@ async def _respond(
     http_request: Request,
     body: ChatBody | TextBody,
     prompts: Sequence[Ints],
-    formatter: type[ResponseFormatter],
+    formatter: Callable[[str, Callable[[int], str], bool], ResponseFormatter],
+    grammar: Grammar | None = None,
 ) -> Response:
-    if len(served.engine.session.waiting) + len(prompts) * body.samples > MAX_WAITING:
+    _check_queue(served, len(prompts) * body.samples)
+    seeds = [secrets.randbits(63) if body.seed is None else body.seed for _ in prompts]
+    requests = [
+        replace(served.sample_request(ids, body, seed), grammar=grammar) for ids, seed in zip(prompts, seeds, strict=True)
+    ]
+    as_ids = isinstance(body, TextBody) and body.return_tokens_as_token_ids
+    format_response = formatter(served.name, token_id_text if as_ids else served.token_text, body.wants_logprobs)
+    return await send_response(CompletionCall(served, requests, body.with_usage, format_response), http_request, body.stream)
+
+
+async def _play(served: ServedModel, http_request: Request, body: ChatBody | TextBody) -> Response:
+    """The response of a server that runs the model's tools itself."""
+    _check_queue(served, body.samples)
+    call = EpisodeCall(served, body, secrets.randbits(63) if body.seed is None else body.seed)
+    return await send_response(call, http_request, body.stream)
+
+
+def _check_queue(served: ServedModel, completions: int) -> None:
+    if served.waiting + completions > MAX_WAITING:
         raise ApiError(429, f"more than {MAX_WAITING} completions would wait: try again later", code="overloaded")
-    seed = secrets.randbits(63) if body.seed is None else body.seed
-    requests = [served.sample_request(ids, body, seed) for ids in prompts]
-    format_response = formatter(served.name, served.token_text, body.wants_logprobs)
-    call = CompletionCall(served, requests, body.with_usage, format_response)
+
+
+async def send_response(call: CompletionCall | EpisodeCall, http_request: Request, stream: bool | None) -> Response:
+    """The response to a call, complete or as a stream; the call is cancelled if the client leaves."""
     # The body has been read, so the next message that can arrive is that the client has disconnected.
     gone = asyncio.ensure_future(http_request.receive())
-    if body.stream:
+    if stream:
         return StreamingResponse(call.stream(gone), media_type="text/event-stream", headers={"cache-control": "no-store"})
     try:
         return JSONResponse(await call.complete(gone))
@@ -356,12 +576,17 @@ class CompletionCall:
     async def stream(self, gone: asyncio.Future[Any]) -> AsyncIterator[str]:
         """Server-sent events. An error after the first event is sent as an event."""
         started: set[int] = set()
+        held_back = [CompletionChoice() for _ in self.texts]
         try:
             async with aclosing(self.served.engine.tokens(self.requests, gone)) as rounds:
                 async for prompt, tokens in rounds:
                     for choice, of_choice in self._by_choice(prompt, tokens):
                         for delta in self._deltas(choice, of_choice):
-                            if delta.text or delta.finish:
+                            if self.formatter.holds_back:
+                                held_back[choice].add(delta)
+                                for chunk in self.formatter.finished_chunks(choice, held_back[choice]) if delta.finish else ():
+                                    yield _event(chunk)
+                            elif delta.text or delta.finish:
                                 yield _event(self.formatter.chunk(choice, delta, choice not in started))
                                 started.add(choice)
             if self.with_usage:
@@ -369,9 +594,9 @@ class CompletionCall:
             yield "data: [DONE]\n\n"
         except ClientGone:
             return
-        except RuntimeError as error:
-            message = {"message": f"{type(error).__name__}: {error}", "type": "server_error", "param": None, "code": None}
-            yield _event({"error": message})
+        except Exception as error:  # whatever the engine has raised
+            text = error_text(error) if isinstance(error, OncurveError) else f"{type(error).__name__}: {error}"
+            yield _event({"error": {"message": text, "type": "server_error", "param": None, "code": None}})
         finally:
             gone.cancel()
 
@@ -380,37 +605,24 @@ def _event(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data)}\n\n"
 
 
-class KeyMiddleware:
-    """Lets a request through if it has the key, or, on a server without one, if it comes from this machine."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self.app, self.key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        rejection = self._rejection(scope) if scope["type"] == "http" else None
-        await (rejection or self.app)(scope, receive, send)
-
-    def _rejection(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
-        reason = rejection_reason(scope["method"], headers, local_only=self.key is None)
-        if reason is not None:
-            return error_response(*reason)
-        key = headers.get("authorization", "").removeprefix("Bearer ").encode("utf-8", "replace")
-        if self.key is not None and not hmac.compare_digest(key, self.key.encode()):
-            message = "the key is missing or wrong: send it as `Authorization: Bearer KEY`"
-            return error_response(401, message, code="invalid_api_key")
-        return None
-
-
 SLOTS_CPU, SLOTS_GPU = 8, 64
 """Completions decoded at once if --slots is not given."""
 
 
 class CompletionServer(uvicorn.Server):
-    """A model behind a socket. When stopped, it waits a moment for running responses, then ends."""
+    """Models behind a socket. When stopped, it waits a moment for running responses, then ends."""
 
-    def __init__(self, served: ServedModel, key: str | None = None) -> None:
-        super().__init__(server_config(make_app(served, key)))
+    def __init__(self, *models: ServedModel, key: str | None = None) -> None:
+        super().__init__(server_config(make_app(models, key)))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelToServe:
+    """A model, its name for clients, and what runs its tool calls, if the server does."""
+
+    name: str
+    policy: Policy
+    environment: Environment | StatefulEnvironment | None = None
 
 
 def api_key_for(host: str, name: str) -> tuple[str | None, bool]:
@@ -426,32 +638,41 @@ def api_key_for(host: str, name: str) -> tuple[str | None, bool]:
 
 
 def serve(
-    policy: Policy,
-    name: str,
+    models: Sequence[ModelToServe],
     host: str,
     port: int,
     *,
     key: str | None,
     slots: int | None,
     max_tokens: int,
+    draft: Draft = "off",
     on_ready: Callable[[str], None],
     until_closed: bool = False,
 ) -> None:
     """Serves until Ctrl-C; with ``until_closed`` also until standard input closes, for programs that start it.
 
-    ``on_ready`` is called with the address once the server answers.
+    Each model has slots and a thread of its own. ``on_ready`` is called with the address once the server answers.
     """
-    with listen(host, port) as listening:
-        slots = slots or (SLOTS_GPU if policy.device.type == "cuda" else SLOTS_CPU)
-        engine = EngineThread(open_session(policy, slots, min(max_tokens, policy.max_positions)))
-        server = CompletionServer(ServedModel(name, policy, engine), key)
+    if len(models) > 1 and any(model.policy.device.type == "cuda" for model in models):
+        raise ModelError(
+            ", ".join(model.name for model in models),
+            "several models on a GPU",
+            because="the first would take all free memory for its KV cache",
+            fix="start a server for each model, on different ports",
+        )
+    engines: list[EngineThread] = []
+    with listen(host, port) as listening, ExitStack() as stack:
+        for model in models:
+            slots_of_model = slots or (SLOTS_GPU if model.policy.device.type == "cuda" else SLOTS_CPU)
+            limit = min(max_tokens, model.policy.max_positions)
+            engines.append(EngineThread(open_session(model.policy, slots_of_model, limit, draft)))
+            stack.callback(engines[-1].close)
+        pairs = zip(models, engines, strict=True)
+        server = CompletionServer(*(ServedModel(m.name, m.policy, e, environment=m.environment) for m, e in pairs), key=key)
         if until_closed:
             threading.Thread(target=stop_when_stdin_closes, args=(server,), daemon=True).start()
-        threading.Thread(target=_report_when_ready, args=(server, on_ready, address_of(listening, host)), daemon=True).start()
-        try:
-            asyncio.run(server.serve(sockets=[listening]))
-        finally:
-            engine.close()
+        threading.Thread(target=report_when_ready, args=(server, on_ready, address_of(listening, host)), daemon=True).start()
+        asyncio.run(server.serve(sockets=[listening]))
 
 
 def stop_when_stdin_closes(server: uvicorn.Server) -> None:
@@ -460,7 +681,7 @@ def stop_when_stdin_closes(server: uvicorn.Server) -> None:
     server.should_exit = True
 
 
-def _report_when_ready(server: uvicorn.Server, on_ready: Callable[[str], None], address: str) -> None:
+def report_when_ready(server: uvicorn.Server, on_ready: Callable[[str], None], address: str) -> None:
     while not server.started:
         if server.should_exit:
             return
