@@ -12,13 +12,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from html import escape
 from inspect import signature
 from io import IOBase
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
+from urllib.parse import quote
 
+from oncurve.agents.tool_environment import ToolEnvironment
 from oncurve.distributed.rendezvous import joined_ranks, with_ranks
 from oncurve.errors import DataError, RecipeError, RewardError, RunError, did_you_mean
+from oncurve.notebook import GroupList, MetricCurve, MetricTable, NotebookDisplay, StudioFrame
 from oncurve.recipe.error_messages import read_section
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.base import Section
@@ -26,22 +31,26 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward as RewardConfig
 from oncurve.recipe.schema.stages import SAMPLED_TYPES, Grpo
 from oncurve.recipe.validate import FROM_PYTHON
-from oncurve.records import EvalReport, GradedGroup
+from oncurve.records import EvalReport, History
 from oncurve.rewards.base import Reward
+from oncurve.rewards.episode_reward import EnvironmentReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward, as_reward
 from oncurve.rewards.registry import build_reward, is_verifiable
 from oncurve.runs.checkpoints.listing import BestStep, best_of_run
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
+from oncurve.runs.metrics import METRICS
 from oncurve.tasks.data.prompt_list import PromptList, Row
 from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.errors import print_error
 from oncurve.terminal.live.display import LiveDisplay
 from oncurve.terminal.live.summary import render_summary
+from oncurve.trust import load_recipe_of
 
 if TYPE_CHECKING:
     from oncurve.models.policy import Policy
+    from oncurve.training.listeners import Listener
 
 __all__ = ["Run", "load_recipe", "train"]
 
@@ -95,7 +104,7 @@ class Run:
     @property
     def recipe(self) -> Recipe:
         """The resolved recipe that the run trains."""
-        return load_recipe(self.folder.recipe)
+        return load_recipe_of(self.folder)
 
     @property
     def status(self) -> Status:
@@ -129,24 +138,55 @@ class Run:
         evals = self.evals
         return evals[-1].reward if evals else None
 
-    def metrics(self, name: str, stage: str | None = None) -> list[tuple[int, float]]:
-        """A metric's curve as (step, value), of a stage or of the last stage that logged it.
+    @overload
+    def metrics(self, name: str, stage: str | None = None) -> MetricCurve: ...
 
-        Example: run.metrics("reward"), run.metrics("loss", stage="sft")
+    @overload
+    def metrics(self, name: None = None, stage: str | None = None) -> MetricTable: ...
+
+    def metrics(self, name: str | None = None, stage: str | None = None) -> MetricCurve | MetricTable:
+        """A metric's curve as (step, value), of a stage or of the last stage that logged it. Without a name: every metric of
+        a stage, or of the last stage. `to_pandas()` makes a data frame of either, and a notebook shows charts.
+
+        Example: run.metrics("reward"), run.metrics("loss", stage="sft"), run.metrics().to_pandas()
         """
         with RunReader.open(self.path) as store:
             stages = [stage] if stage is not None else [s.name for s in reversed(store.stages())]
-            return next((curve for s in stages if (curve := store.metric(name, s))), [])
+            if name is None:
+                by_stage = ((s, names) for s in stages if (names := store.metric_names(s)))
+                last, names = next(by_stage, ("", []))
+                return MetricTable((name, MetricCurve(name, store.metric(name, last))) for name in names)
+            logged = {logged for s in stages for logged in store.metric_names(s)}
+            if logged and name not in logged | METRICS.keys():
+                raise RunError(
+                    self.name,
+                    f"no metric '{name}'{did_you_mean(name, [*logged, *METRICS])}",
+                    because="no step has logged one of that name",
+                    fix="run.metrics() lists those that were logged",
+                )
+            return MetricCurve(name, next((curve for s in stages if (curve := store.metric(name, s))), []))
 
-    def groups(self, step: int, stage: str | None = None) -> tuple[GradedGroup, ...]:
-        """The groups of a step, of a stage or of the last stage that sampled.
+    def groups(self, step: int, stage: str | None = None) -> GroupList:
+        """The groups of a step, of a stage or of the last stage that sampled: a tuple of GradedGroup. `to_pandas()` makes a
+        data frame with a row for each completion, and a notebook shows tables.
 
         Example: [group.group.prompt.shown for group in run.groups(step=100) if group.has_signal]
         """
         with RunReader.open(self.path) as store:
             names = [s.name for s in store.stages() if s.type in SAMPLED_TYPES]
             name = stage or (names[-1] if names else "grpo")
-            return tuple(store.step(name, step).groups)
+            return GroupList(store.step(name, step).groups)
+
+    def studio(self, height: int = 720) -> StudioFrame:
+        """The studio, opened at this run, inline in a notebook. It runs until the notebook's kernel ends, or `close()`.
+
+        Example: run.studio()
+        """
+        folder = self.path.resolve()
+        return StudioFrame(folder.parent, f"#/runs?run={quote(folder.name)}", height)
+
+    def _repr_html_(self) -> str:
+        return f"<b>{escape(self.name)}</b>, {self.status}{self.metrics()._repr_html_()}"
 
 
 def train(
@@ -155,12 +195,18 @@ def train(
     model: ModelLike | None = None,
     prompts: Iterable[Row] | None = None,
     rewards: Rewards | None = None,
-    heldout: Iterable[Row] = (),
+    tools: Sequence[Callable[..., Any]] | None = None,
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
+    max_turns: int | None = None,
+    tool_timeout_s: float = 10.0,
+    history: History = "tokens",
+    heldout: Iterable[Row] | None = None,
     lora: bool | Mapping[str, Any] | None = None,
     dtype: str | None = None,
     device: str | None = None,
     system_prompt: str | None = None,
     sinks: Sequence[str | Mapping[str, Any]] | None = None,
+    callbacks: Sequence[Any] = (),
     evaluation: Mapping[str, Any] | None = None,
     group_size: int | None = None,
     steps: int | None = None,
@@ -180,10 +226,18 @@ def train(
     of the same kind for evaluation. ``rewards`` are functions, called as `f(completion, prompt, …columns)` or as TRL calls
     them, names of built-in rewards, dicts with `type` and options as in a recipe, or pairs (reward, weight).
 
+    ``tools`` are functions with type hints and docstrings that the model can call. ``environment_factory`` is a class whose
+    instances have a state: each completion gets one, `reset(**columns)` begins it, its other public methods are tools, and
+    `get_reward()` scores it, so that ``rewards`` may be left out. With several classes in a dict, a prompt names its own in the
+    column "environment". A completion has at most ``max_turns`` turns, and a call may take ``tool_timeout_s`` seconds. If the
+    chat template rewrites earlier turns, a turn follows the tokens as sampled, or with ``history`` = "template" what the
+    template writes.
+
     ``model`` is "tiny", a folder, a hub id, a GGUF file or a pair (model, tokenizer). ``lora`` is True or the keys of
-    `[model.lora]`, such as {"rank": 8}; ``dtype`` is "float32" or "bfloat16"; ``device`` is "auto", "cpu" or "cuda";
+    `[model.lora]`, such as {"rank": 8}; ``dtype`` is "float32", "bfloat16" or "float16"; ``device`` is "auto", "cpu" or "cuda";
     ``system_prompt`` is put before every prompt of a chat model. ``sinks`` are loggers: "wandb", "tensorboard", "trackio", or
-    dicts as in a recipe. ``evaluation`` has the keys of `[evaluation]`.
+    dicts as in a recipe. ``evaluation`` has the keys of `[evaluation]`. ``callbacks`` are instances of transformers'
+    `TrainerCallback`.
 
     ``grpo_options`` are keys of a grpo stage, with the defaults of a recipe: group_size, steps, optimiser, sampling, kl,
     eval_every, keep_best, patience (early stopping) and all others that `oncurve recipe explain grpo` lists. With a recipe,
@@ -209,14 +263,18 @@ def train(
     """
     from oncurve.terminal.errors import silence_libraries
     from oncurve.training import start
+    from oncurve.training.callbacks import CallbackListener
 
     silence_libraries()
+    tools = None if tools is None else _as_list("tools", tools, "my_function")
+    callbacks = _as_list("callbacks", callbacks, "MyCallback()")
     options = {"group_size": group_size, "steps": steps, **grpo_options}
     stage_keys = {key: value for key, value in options.items() if value is not None}
-    mix = None if rewards is None else as_mix(rewards)
+    environment = _as_environment(tools, environment_factory, max_turns, tool_timeout_s, history, prompts)
+    mix = _with_environment_reward(rewards, environment)
     _check_rows("prompts", prompts)
     _check_rows("heldout", heldout)
-    task = None if prompts is None else PromptList.of(prompts, heldout)
+    task = None if prompts is None else PromptList.of(prompts, () if heldout is None else heldout, environment=environment)
     settings = {"lora": _lora_keys(lora), "dtype": dtype, "device": device, "system_prompt": system_prompt}
     model_keys = {key: value for key, value in settings.items() if value is not None}
     policy, source = _as_policy(model, model_keys)
@@ -230,16 +288,21 @@ def train(
         if not isinstance(resume, Run | str | Path):
             raise RunError("resume", repr(resume), because="it is a Run, or a run's name or folder", fix='resume="runs/run-1"')
         folder = resume.folder if isinstance(resume, Run) else RunFolder.open(resume, Path(runs_dir))
-        resolved = load_recipe(folder.recipe)
+        resolved = load_recipe_of(folder)
     else:
         keys: dict[str, Any] = {"name": name, "seed": seed, "threads": threads, "evaluation": evaluation}
         run_keys = {key: value for key, value in keys.items() if value is not None}
         if sinks is not None:
-            run_keys["sinks"] = [{"type": sink} if isinstance(sink, str) else sink for sink in _as_list("sinks", sinks)]
+            run_keys["sinks"] = [
+                {"type": sink} if isinstance(sink, str) else sink for sink in _as_list("sinks", sinks, '"tensorboard"')
+            ]
         resolved = _build_recipe(recipe, stage_keys, task, mix, model_keys, run_keys)
     resolved = with_ranks(resolved)
     with joined_ranks(resolved, print_error) as world:
-        listeners = [LiveDisplay(SafeConsole())] if world.is_rank_zero and not quiet else []
+        console = SafeConsole()
+        display = NotebookDisplay if console.is_jupyter else partial(LiveDisplay, console)
+        listeners: list[Listener] = [display()] if world.is_rank_zero and not quiet else []
+        listeners += [CallbackListener(callbacks)] if callbacks and world.is_rank_zero else []
         parts: dict[str, Any] = {
             "task": task, "rewards": mix, "policy": policy, "listeners": listeners, "world": world,
         }  # fmt: skip
@@ -249,8 +312,50 @@ def train(
         else:
             run = start.begin(resolved, runs_dir=Path(runs_dir), out=None if out is None else Path(out), **parts)
     if world.is_rank_zero and not quiet:
-        SafeConsole().print(render_summary(run, time.monotonic() - began))
+        console = SafeConsole()
+        console.print()
+        console.print(render_summary(run, time.monotonic() - began))
     return Run(run)
+
+
+def _as_environment(
+    tools: list[Callable[..., Any]] | None,
+    factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+    max_turns: int | None,
+    timeout_s: float,
+    history: History,
+    prompts: Iterable[Row] | None,
+) -> ToolEnvironment | dict[str, ToolEnvironment] | None:
+    if not tools and factory is None:
+        return None
+    if prompts is None:
+        raise RecipeError(
+            "tools" if tools else "environment_factory",
+            "given without prompts",
+            because="the tools of a recipe's own task are named there",
+            fix="pass prompts=[…] too, or set task.tools and task.environment in the recipe",
+        )
+    options: dict[str, Any] = {"max_turns": max_turns, "timeout_s": timeout_s, "history": history}
+    if isinstance(factory, Mapping):
+        return {
+            name: ToolEnvironment(tools or [], one, factory_where=f"environment_factory[{name!r}]", **options)
+            for name, one in factory.items()
+        }
+    return ToolEnvironment(tools or [], factory, **options)
+
+
+def _with_environment_reward(
+    rewards: Rewards | None, environment: ToolEnvironment | dict[str, ToolEnvironment] | None
+) -> RewardMix | None:
+    """The rewards, and that of an environment with `get_reward`, of weight 1 under the name of its class, as in TRL. Several
+    environments share one, called `environment`."""
+    mix = None if rewards is None else as_mix(rewards)
+    environments = environment.values() if isinstance(environment, dict) else [environment]
+    names = {one.reward_name for one in environments if one is not None} - {None}
+    if not names:
+        return mix
+    own = EnvironmentReward(str(names.pop()) if len(names) == 1 else "environment", 1.0)
+    return RewardMix([own]) if mix is None else RewardMix([*mix.rewards, own], mix.accuracy_names)
 
 
 def _build_recipe(
@@ -301,6 +406,9 @@ def _check_rows(name: str, rows: Any) -> None:
         because, fix = "a text is one prompt, and this is a list of prompts", f"{name}=[{rows!r}]"
         if Path(rows).suffix in (".jsonl", ".json", ".parquet", ".csv"):
             because, fix = "it is a list of prompts, not a file", 'use a recipe: task = { type = "file", path = "…" }'
+    elif isinstance(rows, Mapping) and rows and all(hasattr(split, "features") for split in rows.values()):
+        because = f"a DatasetDict has several splits: {', '.join(map(str, rows))}"
+        fix = f"{name}=data[{next(iter(rows))!r}]"
     elif isinstance(rows, Mapping):
         because, fix = "a dict is one row, and this is a list of rows", f'{name}=[{{"prompt": …, "answer": …}}, …]'
     elif hasattr(rows, "itertuples"):
@@ -323,11 +431,11 @@ def _lora_keys(lora: bool | Mapping[str, Any] | None) -> Mapping[str, Any] | Non
     return lora
 
 
-def _as_list(name: str, value: Any) -> list[Any]:
+def _as_list(name: str, value: Any, example: str) -> list[Any]:
     if isinstance(value, str | Mapping):
         return [value]
-    if not isinstance(value, Sequence):
-        raise RecipeError(name, repr(value), because="it is a list", fix=f'for example {name}=["tensorboard"]')
+    if not isinstance(value, Iterable):
+        raise RecipeError(name, repr(value), because="it is a list", fix=f"for example {name}=[{example}]")
     return list(value)
 
 

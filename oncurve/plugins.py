@@ -79,11 +79,11 @@ class Registry(Mapping[str, T], Generic[T]):
             plugin: T = declared.load()
         except (Exception, SystemExit) as error:  # importing runs the package's code, which may raise anything
             because = f"importing {declared.value} failed: {type(error).__name__}: {error}"
-            raise self._error(declared, because, "fix, update or uninstall {it}") from error
+            raise self._error(declared, because, "repair, update or uninstall {it}") from error
         fault = self._check(plugin)
         if fault is not None:
             because = f"{declared.value} is no {self.noun}: {fault}"
-            raise self._error(declared, because, f"fix the entry point `{declared.name}`, or uninstall {{it}}")
+            raise self._error(declared, because, f"correct the entry point `{declared.name}`, or uninstall {{it}}")
         return plugin
 
     def _error(self, declared: EntryPoint, because: str, fix: str) -> PluginError:
@@ -110,7 +110,7 @@ def check_subclass(kind: type[Any]) -> Callable[[object], str | None]:
 
 
 def declared_plugins(group: str) -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Entry points of a group by name, without importing any; more than one for a name if several packages declare it."""
+    """The entry points of a group, by name. Imports none of them. A name has several if several packages declare it."""
     return _declared(group, tuple(sys.path))
 
 
@@ -142,7 +142,9 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
             raise _error(where, reference, because, "name a function that it defines")
         target = getattr(target, part)
     if not callable(target):
-        raise _error(where, reference, f"'{name}' is a {type(target).__name__}, not a function", "name a function")
+        raise _error(
+            where, reference, f"'{name}' is of type {type(target).__name__}: it can't be called", "name a function or a class"
+        )
     return target  # type: ignore[no-any-return]
 
 
@@ -150,15 +152,15 @@ def _import(source: str, reference: str, where: str) -> ModuleType:
     try:
         return _import_file(Path(source)) if source.endswith(".py") else _import_module(source)
     except FileNotFoundError as error:
-        raise _error(where, reference, f"there is no file '{error.filename}'", "fix the path") from None
+        raise _error(where, reference, f"there is no file '{error.filename}'", "correct the path") from None
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         because = f"importing '{source}' failed: {type(error).__name__}: {error}"
-        fix = "fix the module, or its name in the recipe; a module of your own is found in the current folder"
+        fix = "correct the module, or its name in the recipe; a module of your own is found in the current folder"
         raise _error(where, reference, because, fix) from error
 
 
 def _import_module(name: str) -> ModuleType:
-    """Imports a module; one that is not installed, from the current folder, as `python -m` and TRL's scripts do."""
+    """Imports a module. If it is not installed, it is imported from the current folder, as `python -m` and TRL's scripts do."""
     package, folder = name.partition(".")[0], Path.cwd()
     is_here = (folder / f"{package}.py").is_file() or (folder / package).is_dir()
     if is_here and package not in sys.modules and importlib.util.find_spec(package) is None:

@@ -52,7 +52,13 @@ COMMANDS: tuple[tuple[str, str, str, str, str], ...] = (
         "Look at runs", "studio", "servers:studio", "Show runs in a browser: live curves, every group, GRPO explained.",
         "oncurve studio --open",
     ),
-    ("Look at runs", "report", "servers:report", "Write a run as one HTML file.", "oncurve report arithmetic-1 -o report.html"),
+    (
+        "Look at runs",
+        "report",
+        "servers:report",
+        "Write a report of a run as one HTML file.",
+        "oncurve report arithmetic-1 -o report.html",
+    ),
     (
         "Look at runs", "replay", "inspect:replay", "Sample a recorded group again and check that it is identical.",
         "oncurve replay arithmetic-1 --step 100 --group 3",
@@ -67,12 +73,21 @@ COMMANDS: tuple[tuple[str, str, str, str, str], ...] = (
     ),
     ("Use a model", "chat", "evaluate:chat", "Chat with a model.", "echo '12+34=' | oncurve chat arithmetic-1"),
     (
-        "Use a model", "serve", "servers:serve", "Serve a model or run as an OpenAI-compatible endpoint.",
+        "Use a model", "serve", "servers:serve", "Serve models or runs as an OpenAI-compatible endpoint.",
         "oncurve serve arithmetic-1 --port 8000",
     ),
     (
-        "Use a model", "export", "evaluate:export", "Write a run's model to a folder in Hugging Face format.",
+        "Use a model", "tinker", "servers:tinker", "Serve a model to programs that train it with the Tinker SDK.",
+        "oncurve tinker ./my-model --port 8010",
+    ),
+    (
+        "Use a model", "export", "evaluate:export",
+        "Write a run's model to a folder in Hugging Face format, or to a GGUF file.",
         "oncurve export arithmetic-1@best my-model",
+    ),
+    (
+        "Use a model", "publish", "servers:publish", "Upload a run's model to the Hugging Face hub, with a model card.",
+        "oncurve publish arithmetic-1@best me/sums --dry-run",
     ),
     (
         "Use a model", "pairs", "inspect:pairs", "Write preference pairs from a run's groups.",
@@ -83,7 +98,7 @@ COMMANDS: tuple[tuple[str, str, str, str, str], ...] = (
     ("More", "rewards", "rewards:rewards", "Try, replay and audit rewards.", "oncurve rewards audit arithmetic-1"),
     (
         "More", "models", "models:models",
-        "List the models on this machine; `oncurve models NAME` says how one will be run; convert GGUF files.",
+        "List the models on this machine, describe one (`oncurve models NAME`), or convert a GGUF file.",
         "oncurve models",
     ),
 )  # fmt: skip
@@ -135,17 +150,27 @@ def version() -> None:
     print(__version__)
 
 
-def _print_version(is_set: bool) -> None:
-    if is_set:
+def _print_version(context: typer.Context, is_set: bool) -> None:
+    if not is_set:
+        return
+    if context.params["as_json"]:
+        import json
+
+        from oncurve.runs.environment import environment
+
+        print(json.dumps(environment(), indent=2))
+    else:
         version()
-        raise typer.Exit
+    raise typer.Exit
 
 
 @app.callback()
 def oncurve(
-    show_version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    as_json: Annotated[
+        bool,
+        typer.Option("--json", is_eager=True, help="With --version: print the versions of Oncurve, Python, torch … as JSON."),
     ] = False,
+    show_version: Annotated[bool, typer.Option("--version", callback=_print_version, help="Print the version.")] = False,
 ) -> None:
     """Train language models with GRPO: each completion is graded on the curve of its own group."""
 

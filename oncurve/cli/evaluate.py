@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.text import Text
@@ -19,12 +22,14 @@ from oncurve.cli.options import (
     Runs,
     Sets,
     Trust,
+    WithTools,
     check_target,
+    folder_of_run,
     grant_trust,
     output,
     output_json,
 )
-from oncurve.errors import DataError, RecipeError
+from oncurve.errors import DataError, MissingPackage, RecipeError, RunError, pip_install
 from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
@@ -32,8 +37,11 @@ from oncurve.recipe.schema.sections import Task
 from oncurve.recipe.validate import reject_python_only
 from oncurve.runs.checkpoints.listing import find_target, open_target
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.step_notes import watch_progress
 from oncurve.tasks.data.file_task import read_rows
 from oncurve.tasks.registry import TASKS, check_files
+from oncurve.terminal.console import SafeConsole
+from oncurve.terminal.text import percent
 
 
 def evaluate(
@@ -43,6 +51,15 @@ def evaluate(
     sets: Sets = None,
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions per problem.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = None,
+    harness: Annotated[
+        Literal["lm-eval"] | None, typer.Option("--harness", help="Evaluate tasks of lm-eval over our engine instead.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option("--tasks", help="With --harness: names of its tasks, with commas.")] = None,
+    include: Annotated[
+        Path | None, typer.Option("--include", metavar="DIR", help="With --harness: a folder of your own task files.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="With --harness: problems per task.")] = None,
+    shots: Annotated[int | None, typer.Option("--shots", min=0, help="With --harness: examples before each problem.")] = None,
     runs: Runs = RUNS,
     trusted: Trust = False,
     as_json: Json = False,
@@ -54,8 +71,17 @@ def evaluate(
     """
     for run in (trust.run_of_target(target, runs), trust.run_of_recipe(task or "")):
         grant_trust(trusted, run)
-    recipe = _recipe_to_evaluate(task, trust.run_of_target(target, runs), data, sets or [], target)
-    check_files(recipe)
+    of_harness = {"--tasks": tasks, "--include": include, "--limit": limit, "--shots": shots}
+    ours = {"--task": task, "--data": data, "--set": sets or None, "--samples": samples, "--temperature": temperature}
+    if harness is not None:
+        _refuse_options(ours, "with --harness", "lm-eval's tasks have their own data and settings", "leave it out")
+        _run_harness(target, tasks, include, limit, shots, runs, as_json)
+        return
+    _refuse_options(of_harness, "without --harness", "it is an option of lm-eval's tasks", "add --harness lm-eval")
+    own = trust.run_of_target(target, runs) if task is None else None
+    recipe = _recipe_to_evaluate(task, own, data, sets or [], target)
+    with folder_of_run(own):
+        check_files(recipe)
     check_target(target, runs)
     from oncurve.operations.run_model import evaluate_model, load_model
     from oncurve.terminal.errors import silence_libraries
@@ -63,9 +89,12 @@ def evaluate(
     from oncurve.training.start import task_for
 
     silence_libraries()
-    rows = getattr(task_for(recipe, recipe.stages[-1]), "rows", None)
-    run_model = load_model(target, runs, recipe.model)
-    report = evaluate_model(run_model, recipe, samples=samples, temperature=temperature)
+    with folder_of_run(own):
+        rows = getattr(task_for(recipe, recipe.stages[-1]), "rows", None)
+    with _progress(f"loading {target}", "evaluating"):
+        run_model = load_model(target, runs, recipe.model)
+        with folder_of_run(own):
+            report = evaluate_model(run_model, recipe, samples=samples, temperature=temperature)
     count = samples or recipe.evaluation.samples
     if as_json:
         output_json(
@@ -89,6 +118,61 @@ def evaluate(
         )
 
 
+@contextmanager
+def _progress(start: str, verb: str) -> Iterator[None]:
+    """Shows on a terminal what the body does: ``start``, then the share that is done."""
+    with (
+        SafeConsole(stderr=True).status(Text(start)) as status,
+        watch_progress(lambda share: status.update(Text(f"{verb}, {percent(share)}"))),
+    ):
+        yield
+
+
+def _refuse_options(options: Mapping[str, object], how: str, because: str, fix: str) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise RecipeError(name, how, because=because, fix=fix)
+
+
+def _run_harness(
+    target: str,
+    tasks: str | None,
+    include: Path | None,
+    limit: int | None,
+    shots: int | None,
+    runs: Path,
+    as_json: bool,
+) -> None:
+    if tasks is None:
+        raise RecipeError("--tasks", "missing", because="lm-eval has thousands", fix="add --tasks gsm8k,arc_easy")
+    if include is not None and not include.is_dir():
+        raise RecipeError(f"--include {include}", "not a folder", because="task files are read from it", fix="name a folder")
+    check_target(target, runs)
+    try:
+        from oncurve.operations.eval_harness import run_harness
+    except ModuleNotFoundError as error:
+        raise MissingPackage(
+            "--harness lm-eval",
+            f"{error.name} is not installed",
+            because="the harness is an optional extra",
+            fix=pip_install("harness"),
+        ) from error
+    from oncurve.operations.run_model import load_model
+    from oncurve.terminal.errors import silence_libraries
+
+    silence_libraries()
+    with _progress(f"loading {target}", "evaluating"):
+        model = load_model(target, runs)
+        results = run_harness(model.policy, tasks.split(","), include=include, limit=limit, shots=shots)
+    if as_json:
+        output_json({"model": model.name, "results": results})
+        return
+    for name, figures in results.items():
+        output(Text(name, "bold"))
+        for metric, value in figures.items():
+            output(Text(f"  {metric:40s} {value:.4f}"))
+
+
 def _recipe_to_evaluate(task: str | None, run: RunFolder | None, data: Path | None, sets: list[str], target: str) -> Recipe:
     """The recipe that `eval` measures by: the run's, another recipe, or a task with its default rewards. With ``data``, its
     task reads that file instead of its own."""
@@ -98,9 +182,10 @@ def _recipe_to_evaluate(task: str | None, run: RunFolder | None, data: Path | No
         trust.check_recipe(task)
         recipe = load_recipe(task, sets)
     elif run is not None:
-        recipe = load_recipe(run.recipe, sets)
+        recipe = trust.load_recipe_of(run, sets)
         reject_python_only(recipe, recipe.stages[-1])
         trust.check(run, *trust.GRADING_PARTS)
+        data = None if data is None else data.absolute()  # the run's own files may be in another folder
     elif data is not None:
         recipe = _bare_recipe("file", data, sets)
     else:
@@ -149,43 +234,82 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Maximum length of an answer.")] = 512,
     system: Annotated[str | None, typer.Option("--system", help="System message, for chat models.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Seed for sampling.")] = 0,
+    with_tools: WithTools = False,
+    columns: Annotated[
+        str | None, typer.Option("--columns", metavar="JSON", help="Columns of the row that the environment begins with.")
+    ] = None,
     runs: Runs = RUNS,
     trusted: Trust = False,
 ) -> None:
     """Chat with a model.
 
-    From a pipe, each line is a separate prompt.
+    From a pipe, each line is a separate prompt. With --tools the model's calls run, and their results are printed.
     """
     check_target(target, runs)
-    from oncurve.operations.run_model import load_model, missing_environment
+    row = _columns(columns, with_tools)
+    from oncurve.operations.run_model import load_model, load_trained_environment, missing_environment
     from oncurve.terminal.chat import Chat, ChatSettings, converse, typed_lines
     from oncurve.terminal.errors import print_advice, silence_libraries
 
     silence_libraries()
     grant_trust(trusted, trust.run_of_target(target, runs))
     loaded = load_model(target, runs)
-    note = missing_environment(loaded)
+    environment = load_trained_environment(loaded, row) if with_tools else None
+    note = None if with_tools else missing_environment(loaded)
     if note is not None:
         print_advice(note)
-    session = Chat(loaded.policy, ChatSettings(max_new_tokens, temperature, system, seed))
+    session = Chat(loaded.policy, ChatSettings(max_new_tokens, temperature, system, seed, environment, row))
     live = sys.stdin.isatty()
     lines = typed_lines() if live else (line.rstrip("\n") for line in sys.stdin)
     converse(session, lines, sys.stdout, live)
 
 
+def _columns(text: str | None, with_tools: bool) -> dict[str, Any]:
+    if text is None:
+        return {}
+    if not with_tools:
+        raise RecipeError("--columns", text, because="only an environment reads them", fix="add --tools")
+    try:
+        row = json.loads(text)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict):
+        fix = """write them as --columns '{"name": 3}'"""
+        raise RecipeError("--columns", text, because="it is not a JSON object", fix=fix)
+    return row
+
+
 def export(
     run: RunOrCheckpoint,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; must not exist.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR|FILE.gguf", help="Folder to write, or a GGUF file; must not exist.")],
+    gguf_type: Annotated[
+        Literal["f16", "q8_0", "q4_k_m"] | None,
+        typer.Option("--type", help="Precision of a GGUF file; default: f16."),
+    ] = None,
     runs: Runs = RUNS,
     trusted: Trust = False,
 ) -> None:
-    """Write a run's model to a folder in Hugging Face format."""
+    """Write a run's model to a folder in Hugging Face format, or to a GGUF file.
+
+    A GGUF file gets a Modelfile next to it, for Ollama.
+    """
     source = open_target(run, runs)
     grant_trust(trusted, source.run)
+    is_gguf = folder.suffix == ".gguf"
+    if gguf_type is not None and not is_gguf:
+        raise RunError(
+            "--type", gguf_type, because=f"{folder} is a folder, which keeps the run's precision", fix="name a file: out.gguf"
+        )
     from oncurve.operations import run_model
     from oncurve.terminal.errors import silence_libraries
 
     silence_libraries()
+    if is_gguf:
+        with SafeConsole(stderr=True).status(Text(f"writing {folder.name}")):
+            modelfile = run_model.export_gguf(source, folder, gguf_type or "f16")
+        output(Text(f"{folder}: {source.name}, {folder.stat().st_size / 1e6:,.1f} MB"))
+        output(Text(f"  llama-cli -m {folder}\n  ollama create {source.run.name} -f {modelfile}"))
+        return
     run_model.export(source, folder)
     output(Text(f"{folder}: {source.name}, loads with AutoModelForCausalLM.from_pretrained"))
 
@@ -198,6 +322,10 @@ def probe(
     prompts: Annotated[int, typer.Option("--prompts", min=1, help="Number of prompts.")] = 16,
     samples: Annotated[int, typer.Option("--samples", min=2, help="Completions per prompt.")] = 16,
     source: Annotated[str | None, typer.Option("--from", metavar="RUN|MODEL", help="Probe this model with the recipe.")] = None,
+    estimates: Annotated[
+        Path | None,
+        typer.Option("--estimates", metavar="FILE", help="Write each prompt's pass rate, for curriculum.estimates."),
+    ] = None,
     runs: Runs = RUNS,
     trusted: Trust = False,
     as_json: Json = False,
@@ -210,11 +338,11 @@ def probe(
     run = None if of_run is None else of_run.run
     for trusted_run in (run or trust.run_of_recipe(target), None if source is None else trust.run_of_target(source, runs)):
         grant_trust(trusted, trusted_run)
-    recipe = load_recipe(target if run is None else run.recipe, sets or [])
-    reject_python_only(recipe)
     if run is None:
         trust.check_recipe(target)
-    else:
+    recipe = load_recipe(target, sets or []) if run is None else trust.load_recipe_of(run, sets or [])
+    reject_python_only(recipe)
+    if run is not None:
         trust.check(run, *trust.GRADING_PARTS)
     source = source or (None if run is None else target)
     from oncurve.operations.probe import probe
@@ -223,8 +351,11 @@ def probe(
     from oncurve.terminal.evaluation import render_probe
 
     silence_libraries()
-    policy = load_model(source, runs, recipe.model).policy if source is not None else None
-    report = probe(recipe, prompts, samples=samples, policy=policy)
+    estimates = None if estimates is None else estimates.absolute()
+    with _progress(f"loading {source or recipe.model.source}", "sampling"):
+        policy = load_model(source, runs, recipe.model).policy if source is not None else None
+        with folder_of_run(run):
+            report = probe(recipe, prompts, samples=samples, policy=policy, estimates=estimates)
     if as_json:
         output_json(dataclasses.asdict(report))
     else:

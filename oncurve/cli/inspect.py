@@ -23,10 +23,9 @@ from oncurve.cli.options import (
     output,
     output_json,
 )
-from oncurve.errors import RecipeError, RunError
+from oncurve.errors import RecipeError, RunError, printable
 from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.terminal.console import SafeConsole
-from oncurve.terminal.text import clean
 
 if TYPE_CHECKING:
     from oncurve.operations.checks import Check
@@ -34,6 +33,17 @@ if TYPE_CHECKING:
 
 def doctor(
     runs: Runs = RUNS,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            "--gpus",
+            min=2,
+            max=64,
+            metavar="N",
+            help="Also train on N GPUs (or processes, without a GPU) with each kind of sharding, and compare the weights with "
+            "those of one process.",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Check this machine: versions, GPU, a training step, sandbox, disk.
@@ -45,11 +55,11 @@ def doctor(
         from oncurve.terminal.errors import silence_libraries
 
         silence_libraries()
-        checks = list(doctor.diagnose(runs))
+        checks = list(doctor.diagnose(runs, gpus))
     if as_json:
         output_json(checks_data(checks))
     else:
-        output(render_checks("this machine", checks, "Oncurve can train on this machine"))
+        output(render_doctor(checks))
     if any(check.mark == "wrong" for check in checks):
         raise typer.Exit(2)
 
@@ -219,10 +229,42 @@ def render_checks(title: str, checks: Sequence[Check], success: str) -> Renderab
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for check in checks:
-        table.add_row(Text(check.mark, CHECK_STYLES[check.mark]), Text(clean(check.name)), Text(clean(check.message)))
+        table.add_row(Text(check.mark, CHECK_STYLES[check.mark]), Text(printable(check.name)), Text(printable(check.message)))
+    return Group(Text(title, "bold"), table, _verdict(checks, success))
+
+
+def render_doctor(checks: Sequence[Check]) -> RenderableType:
+    """The verdict first, then checks that fail, what works, what is worth knowing, and optional packages that are absent."""
+    from oncurve.operations.checks import OPTIONAL_CHECK
+
+    device = "GPU" if any(check.name == "training on cuda" for check in checks) else "CPU"
+    absent = [check for check in checks if check.name == OPTIONAL_CHECK and check.mark == "note"]
+    present = [check for check in checks if check not in absent]
+    groups = [
+        ("fails", CHECK_STYLES["wrong"], [(check.name, check.message) for check in present if check.mark == "wrong"]),
+        ("works", CHECK_STYLES["ok"], [(check.name, check.message) for check in present if check.mark == "ok"]),
+        ("worth knowing", CHECK_STYLES["note"], [(check.name, check.message) for check in present if check.mark == "note"]),
+        (
+            "optional, not installed; a recipe that needs one says so before it starts",
+            "dim",
+            [(feature, command) for feature, _, command in (check.message.partition(": ") for check in absent)],
+        ),
+    ]
+    parts: list[RenderableType] = [_verdict(checks, f"ready to train on this {device}")]
+    for title, style, rows in groups:
+        if rows:
+            table = Table.grid(padding=(0, 2, 0, 0))
+            table.add_column(no_wrap=True)
+            table.add_column(overflow="fold")
+            for name, message in rows:
+                table.add_row(Text(f"  {printable(name)}"), Text(printable(message)))
+            parts += [Text(), Text(title, style), table]
+    return Group(*parts)
+
+
+def _verdict(checks: Sequence[Check], success: str) -> Text:
     wrong = sum(check.mark == "wrong" for check in checks)
-    summary = Text(f"{wrong} of {len(checks)} checks failed" if wrong else success, "bold red" if wrong else "green")
-    return Group(Text(title, "bold"), table, summary)
+    return Text(f"{wrong} of {len(checks)} checks failed" if wrong else success, "bold red" if wrong else "bold green")
 
 
 def checks_data(checks: Sequence[Check]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`oncurve models`: lists the models on this machine, says how one will be run, and converts GGUF files."""
+"""`oncurve models`: lists the models on this machine, describes one, and converts GGUF files."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from oncurve.cli.options import RUNS, Command, CommandGroup, Json, Runs, output, output_json
+from oncurve.errors import ModelError
 from oncurve.model_families import PATHS, expected_path
 from oncurve.models.loading.local_models import LocalModel, list_local_models, read_config
+from oncurve.plan.model_shape import shape_of_config
 from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.text import DASH, size
 
@@ -27,7 +29,8 @@ class ModelsGroup(CommandGroup):
 
 models = typer.Typer(
     cls=ModelsGroup,
-    help="List the models on this machine; `oncurve models NAME` says how one will be run; convert GGUF files.",
+    add_completion=False,
+    help="List the models on this machine, describe one (`oncurve models NAME`), or convert a GGUF file.",
     invoke_without_command=True,
 )
 
@@ -61,6 +64,16 @@ def list_models(
         output(Text("No models here yet. `tiny` is built in; a hub id (OWNER/NAME) is downloaded when it is used.", "dim"))
 
 
+def _parameters(config: dict[str, Any]) -> str:
+    """How many there are, by the settings; nothing if these don't say."""
+    try:
+        shape = shape_of_config(config, "")
+    except ModelError:
+        return ""
+    active = f", {size(shape.active_parameters)} of them active" if shape.experts else ""
+    return f", {size(shape.parameters)} parameters{active}"
+
+
 @models.command("path", cls=Command, hidden=True, epilog="Example: oncurve models models/mine")
 def path(
     name: Annotated[str, typer.Argument(metavar="NAME", help="What model.source takes: a folder, hub id or GGUF file.")],
@@ -73,7 +86,7 @@ def path(
     if as_json:
         output_json({"name": name, "family": family, **dataclasses.asdict(expected)})
         return
-    output(Text(f"{name}: {family}", "bold"))
+    output(Text(f"{name}: {family}{_parameters(config)}", "bold"))
     reason = f" ({expected.reason})" if expected.reason else ""
     output(Text(f"{PATHS[expected.path]}{reason}"))
     output(Text("When the model is opened, its log-probs are compared with its own forward: docs/models.md", "dim"))

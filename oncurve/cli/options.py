@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,9 +41,20 @@ RunOrModel = Annotated[
         help="A run (RUN@STAGE-STEP or RUN@best for a checkpoint), a model as `oncurve models` lists it, or a hub id.",
     ),
 ]
+RunsOrModels = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="RUN|MODEL...",
+        help="Runs (RUN@STAGE-STEP or RUN@best for a checkpoint), models as `oncurve models` lists them, or hub ids.",
+    ),
+]
 Trust = Annotated[
     bool,
     typer.Option("--trust", help="Allow the Python code and API keys that a run from elsewhere uses. Remembered for that run."),
+]
+WithTools = Annotated[
+    bool,
+    typer.Option("--tools", help="Run the tools or environment that the model was trained with. This runs the run's own code."),
 ]
 RUNS = Path("runs")
 
@@ -76,6 +88,15 @@ def grant_trust(trusted: bool, run: RunFolder | None) -> None:
         trust.grant(run)
 
 
+def folder_of_run(run: RunFolder | None) -> AbstractContextManager[None]:
+    """Works in the folder that has the files of the run's recipe. Nothing changes if there is no run."""
+    if run is None:
+        return nullcontext()
+    from oncurve.training.inputs import folder_of_inputs
+
+    return folder_of_inputs(run)
+
+
 def recipe_file(name: str, runs: Path) -> str:
     """The recipe file of a run, if the name is a run's; else the name itself, which is a file or a built-in recipe."""
     from oncurve.runs.folder import RunFolder
@@ -85,12 +106,38 @@ def recipe_file(name: str, runs: Path) -> str:
 
 
 def check_target(target: str, runs: Path) -> None:
-    """Refuses a path that does not exist, before anything slow is imported."""
+    """Refuses a path that does not exist, and a name that looks like a mistyped run, before anything slow is imported."""
     from oncurve.models.loading.local_models import check_exists
     from oncurve.runs.checkpoints.listing import find_target
 
     if find_target(target, runs) is None:
+        _check_name(target, runs)
         check_exists(target)
+
+
+def _check_name(target: str, runs: Path) -> None:
+    """Refuses a recipe, and a name that is close to that of a run. Any other may be a model on the hub."""
+    from oncurve.errors import RunError, closest
+    from oncurve.plan.model_table import hub_folder
+    from oncurve.recipe.load import builtin_recipes
+    from oncurve.runs.folder import list_runs
+
+    path, recipes = Path(target), builtin_recipes()
+    if path.is_dir() or target == "tiny" or (hub_folder() / f"models--{target.replace('/', '--')}").exists():
+        return
+    known = [entry.name for entry in list_runs(runs) if entry.status != "broken"]
+    if target in recipes or (path.suffix == ".toml" and path.is_file()):
+        of_recipe = [run for run in known if run.rpartition("-")[0] == path.stem]
+        fix = f"name a run of it, such as {of_recipe[0]}" if of_recipe else f"train it first: oncurve train {target}"
+        raise RunError(target, "a recipe, not a model", because="a recipe has no weights before it is trained", fix=fix)
+    if path.parent not in (Path(), runs):  # OWNER/NAME
+        return
+    name = path.name.rpartition("@")[0] or path.name
+    matches = closest(name, [*known, *recipes])
+    if matches or path.parent == runs or "@" in target:
+        meant = f"did you mean '{matches[0]}'? " if matches else ""
+        fix = f"{meant}`oncurve runs` lists the runs; a hub id is OWNER/NAME"
+        raise RunError(target, "no such run or model", because=f"{runs} has no run '{name}'", fix=fix)
 
 
 def output(what: RenderableType) -> None:

@@ -79,7 +79,7 @@ def plan(
     beta: Annotated[
         float | None, typer.Option("--beta", min=0.0, help="Weight of the KL term; above 0 it needs a reference model.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16 or float32.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = None,
     slots: Annotated[int | None, typer.Option("--slots", min=1, help="Completions decoded at once.")] = None,
     checkpointing: Annotated[
         str | None, typer.Option("--checkpointing", help="Activation checkpointing: auto (as needed), on, off.")
@@ -93,7 +93,9 @@ def plan(
     ] = False,
     sharding: Annotated[str | None, typer.Option("--sharding", help="none, optimiser or full, with several GPUs.")] = None,
     quantise: Annotated[str | None, typer.Option("--quantise", help="QLoRA's frozen base: nf4 or int8.")] = None,
-    reward_model: Annotated[str | None, typer.Option("--reward-model", help="A reward model on the GPU.")] = None,
+    reward_model: Annotated[
+        str | None, typer.Option("--reward-model", help="A reward model on the GPU, named as for --model.")
+    ] = None,
     staleness: Annotated[
         int, typer.Option("--staleness", min=0, help="With several GPUs: max staleness of asynchronous samples, in steps.")
     ] = 1,
@@ -218,7 +220,7 @@ def measured_run(name: str | None, runs: Path, gpu: Gpu) -> MeasuredRun:
         return MeasuredRun()
     folder = RunFolder.open(name, runs)
     trust.check(folder, "task")
-    recipe = load_recipe(folder.recipe)
+    recipe = trust.load_recipe_of(folder)
     stages = [stage for stage in plannable(recipe) if isinstance(stage, RolloutStage)]
     with RunReader.open(folder.path) as store:
         steps = [row for stage in stages[-1:] for row in store.steps(stage.label)][-LAST_STEPS:]
@@ -301,7 +303,7 @@ def _does_not_fit_error(too_large: Sequence[tuple[Stage, Plan]]) -> ModelError:
 
 
 def _fix_options(stage: Stage, plan: Plan) -> list[str]:
-    """The cheapest fix on the present GPUs as --set options; if there is none, the cheapest fix in words."""
+    """The cheapest fix on the current GPUs as --set options; if there is none, the cheapest fix in words."""
     for fix in find_fixes(plan.job, default_lora_rank(), count=100):
         if not any(change.needs_more_gpus for change in fix.changes):
             settings = [setting for change in fix.changes for setting in change.recipe_settings]

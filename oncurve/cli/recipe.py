@@ -15,8 +15,11 @@ from oncurve.errors import PluginError, RecipeError
 from oncurve.recipe.load import builtin_recipes, dump_recipe, load_recipe
 from oncurve.recipe.schema.base import Section
 from oncurve.terminal.errors import print_advice
+from oncurve.trust import load_recipe_of, run_of_recipe
 
-recipes = typer.Typer(cls=CommandGroup, help="List, explain, show and convert recipes.", no_args_is_help=True)
+recipes = typer.Typer(
+    cls=CommandGroup, add_completion=False, help="List, explain, show and convert recipes.", no_args_is_help=True
+)
 
 
 @recipes.command("explain", cls=Command, epilog="Example: oncurve recipe explain grpo.group_size")
@@ -43,7 +46,9 @@ def explain_key(
 @recipes.command("show", cls=Command, epilog="Example: oncurve recipe show arithmetic --set seed=1")
 def show_recipe(recipe: RecipeOrRun, sets: Sets = None, runs: Runs = RUNS) -> None:
     """Print the recipe as TOML with every default written out."""
-    output_data(dump_recipe(load_recipe(recipe_file(recipe, runs), sets or [])))
+    file = recipe_file(recipe, runs)
+    run = run_of_recipe(file)
+    output_data(dump_recipe(load_recipe(file, sets or []) if run is None else load_recipe_of(run, sets or [])))
 
 
 @recipes.command("list", cls=Command, epilog="Example: oncurve recipe list")

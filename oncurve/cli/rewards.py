@@ -22,11 +22,12 @@ from oncurve.cli.options import (
     Runs,
     Sets,
     Trust,
+    folder_of_run,
     grant_trust,
     output,
     recipe_file,
 )
-from oncurve.errors import DataError, RunError
+from oncurve.errors import DataError, RunError, printable
 from oncurve.recipe.defaults import task_for_stage
 from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema import stages
@@ -42,9 +43,10 @@ from oncurve.rewards.regrade import ReplayReport, compare
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.registry import build_task
-from oncurve.terminal.text import DASH, clean, percent, score, shorten
+from oncurve.terminal.group import EMPTY
+from oncurve.terminal.text import DASH, percent, score, shorten
 
-rewards = typer.Typer(cls=CommandGroup, help="Try, replay and audit rewards.", no_args_is_help=True)
+rewards = typer.Typer(cls=CommandGroup, add_completion=False, help="Try, replay and audit rewards.", no_args_is_help=True)
 
 Stage = Annotated[str | None, typer.Option("--stage", help="Stage; default: the last one that trained on samples.")]
 
@@ -71,7 +73,7 @@ def try_rewards(
     mix.bind(lambda: from_letters)
     text = _completion(completion)
     (graded,) = mix.score([Sampled(task_prompt, np.zeros(1, np.int64), (completion_by_letters(text),))])
-    output(Text.assemble(("prompt  ", "dim"), clean(task_prompt.shown)))
+    output(Text.assemble(("prompt  ", "dim"), printable(task_prompt.shown)))
     for line in mix.log_lines:
         output(Text(line, "dim"))
     output(_aspects(graded))
@@ -125,7 +127,7 @@ def _aspects(graded: ScoredGroup) -> RenderableType:
         steps = ", ".join(f"{reward:g} for the step that ends at character {end + 1}" for end, reward in aspect.steps or ())
         value = Text("failed", "bold red") if aspect.failure else Text(score(aspect.value))
         reason = aspect.failure or ": ".join(filter(None, (aspect.reason, steps))) or DASH
-        table.add_row(aspect.name, f"{aspect.weight:g}", value, Text(clean(reason)))
+        table.add_row(aspect.name, f"{aspect.weight:g}", value, Text(printable(reason)))
     if completion.failure is not None:
         return Group(table, Text.assemble(("total  ", "dim"), ("none: a reward failed", "bold red")))
     total = Text.assemble(("total  ", "dim"), (score(completion.total), "bold"))
@@ -144,15 +146,15 @@ def replay(
     trusted: Trust = False,
 ) -> None:
     """Score all recorded completions again, and print what changes."""
-    folder = RunFolder.open(run, runs)
+    folder = RunFolder(RunFolder.open(run, runs).path.absolute())
     grant_trust(trusted, folder if other is None else trust.run_of_recipe(other))
     if other is None:
         trust.check(folder, *trust.GRADING_PARTS)
     else:
         trust.check_recipe(other)
-    recipe = load_recipe(other or folder.recipe, sets or [])
+    recipe = trust.load_recipe_of(folder, sets or []) if other is None else load_recipe(other, sets or [])
     before, after = [], []
-    with RunReader.open(folder.path) as store:
+    with folder_of_run(folder if other is None else None), RunReader.open(folder.path) as store:
         stage_name, steps = _steps(store, stage)
         mix = rewards_of(recipe, stage_name)
         mix.bind(lambda: _decoder(folder), folder.path)
@@ -203,7 +205,7 @@ def _comparison(report: ReplayReport, source: str) -> RenderableType:
         reason = difference.after.failure or "; ".join(a.reason for a in difference.after.aspects if a.reason)
         parts += [
             Text(),
-            Text.assemble((change, "bold"), "  ", (clean(reason)[:200], "dim")),
+            Text.assemble((change, "bold"), "  ", (printable(reason)[:200], "dim")),
             _quoted(difference.prompt, difference.text),
         ]
     return Group(*parts)
@@ -230,5 +232,5 @@ def _finding(finding: AuditFinding) -> RenderableType:
     lines: list[RenderableType] = [Text.assemble((finding.name, "bold yellow"), "  ", finding.what)]
     for example in finding.examples:
         where = Text(f"  step {example.step}, group {example.group}: ", "dim")
-        lines.append(Text.assemble(where, shorten(example.text, 200)))
+        lines.append(Text.assemble(where, shorten(example.text, 200) or EMPTY))
     return Group(*lines, Text())

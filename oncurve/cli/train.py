@@ -18,7 +18,7 @@ from oncurve.distributed.rendezvous import joined_ranks, world_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.models.loading.local_models import check_exists
-from oncurve.recipe.load import load_recipe, smoke_sets
+from oncurve.recipe.load import load_recipe, read_toml, smoke_sets
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.validate import reject_python_only
 from oncurve.runs.checkpoints.listing import open_target
@@ -60,6 +60,10 @@ def train(
         bool,
         typer.Option("--accept-changes", help="With --resume: continue although a reward function or data file has changed."),
     ] = False,
+    profile: Annotated[
+        int | None,
+        typer.Option("--profile", min=1, metavar="N", help="Profile N steps of the last stage; writes RUN/profile."),
+    ] = None,
     trusted: Trust = False,
 ) -> None:
     """Train a recipe, or continue a run that was stopped."""
@@ -69,7 +73,10 @@ def train(
         raise RecipeError("--smoke", "with --resume", because=because, fix="leave one of them out")
     if smoke:
         overrides = smoke_sets(target, overrides)
-    grant_trust(trusted, trust.run_of_recipe(target))
+    if profile is not None and ray is not None:
+        because = "its steps run in other processes, on other machines"
+        raise RecipeError("--profile", "with --ray", because=because, fix="leave one of them out")
+    grant_trust(trusted, trust.run_of_recipe(target) or trust.run_of_target(target, runs))
     chosen = choose_target(target, overrides, out, runs, resume)
     grant_trust(trusted, chosen.run)
     if chosen.recipe is not None:
@@ -89,11 +96,11 @@ def train(
 
         _run(start_on_ray, SINGLE_PROCESS, chosen.advice)
         return
-    recipe = chosen.recipe if chosen.run is None else load_recipe(chosen.run.recipe, chosen.sets)
+    recipe = chosen.recipe if chosen.run is None else trust.load_recipe_of(chosen.run, chosen.sets)
     assert recipe is not None
     command = ["train", target, *_repeat("--set", overrides), "--runs", str(runs), *_flag("--resume", resume)]
     command += [*_option("--out", out), *_option("--minutes", minutes), *_flag("--trust", trusted)]
-    command += _flag("--accept-changes", accept_changes)
+    command += [*_flag("--accept-changes", accept_changes), *_option("--profile", profile)]
     _launch_ranks(recipe, gpus, command)
 
     with joined_ranks(recipe, print_error) as world:
@@ -109,7 +116,7 @@ def train(
                 print_plan(chosen.recipe)
             return start.begin(chosen.recipe, runs_dir=runs, out=out, listeners=listeners, minutes=minutes, world=world)
 
-        _run(start_training, world, chosen.advice)
+        _run(start_training, world, chosen.advice, profile)
 
 
 def fork(
@@ -135,9 +142,9 @@ def fork(
         step, stage = checkpoint.step, checkpoint.stage
     assert step is not None
     grant_trust(trusted, parent)
-    reject_python_only(load_recipe(parent.recipe))
+    reject_python_only(trust.load_recipe_of(parent))
     overrides = [*(sets or []), *_rank_overrides(None)]
-    recipe = load_recipe(parent.recipe, overrides)
+    recipe = trust.load_recipe_of(parent, overrides)
     command = ["fork", str(parent.path), "--step", str(step), *_repeat("--set", overrides), "--runs", str(runs)]
     command += [*_option("--stage", stage), *_option("--out", out), *_flag("--trust", trusted)]
     _launch_ranks(recipe, None, command)
@@ -152,8 +159,13 @@ def fork(
         _run(start_training, world)
 
 
-def _run(start_training: Callable[[Sequence[Listener]], RunFolder], world: World, advice: str | None = None) -> None:
-    """Trains with the live display, then prints the summary; both on rank 0 only."""
+def _run(
+    start_training: Callable[[Sequence[Listener]], RunFolder],
+    world: World,
+    advice: str | None = None,
+    profiled_steps: int | None = None,
+) -> None:
+    """Trains with the live display, then prints the summary and the profile; all on rank 0 only."""
     if advice and world.is_rank_zero:
         print_advice(advice)
     began = time.monotonic()
@@ -161,17 +173,22 @@ def _run(start_training: Callable[[Sequence[Listener]], RunFolder], world: World
         from oncurve.terminal.errors import silence_libraries
         from oncurve.terminal.live.display import LiveDisplay
         from oncurve.terminal.live.summary import render_summary
+        from oncurve.training.timing import StepProfiler
         from oncurve.training.trainer import TimeUp
 
         silence_libraries()
+    profilers = [] if profiled_steps is None else [StepProfiler(profiled_steps)]
     try:
-        run = start_training([LiveDisplay(SafeConsole())] if world.is_rank_zero else [])
+        run = start_training([LiveDisplay(SafeConsole()), *profilers] if world.is_rank_zero else [])
     except TimeUp as stop:
         output(Text(f"{stop.where}: {stop.what}; {stop.fix}"))
         return
     if world.is_rank_zero:
         output(Text())
         output(render_summary(run, time.monotonic() - began))
+        for profiler in profilers:
+            none = f"no step was profiled: the last stage has no second step in this run ({run.shown})"
+            output(Text(f"\n{profiler.table}\n{run.shown / 'profile'}" if profiler.table else f"\n{none}"))
 
 
 def _rank_overrides(gpus: int | None) -> list[str]:
@@ -229,7 +246,7 @@ def choose_target(target: str, sets: Sequence[str], out: Path | None, runs_dir: 
     if out is not None:
         if not out.exists():
             return TrainTarget(recipe=recipe, advice=f"{out} does not exist yet: starting a new run there")
-        return _run_of_recipe(recipe, [RunFolder.open(out, runs_dir)], sets, str(out))
+        return _run_of_recipe(recipe, [RunFolder.open(out, runs_dir)], sets, target)
     return _run_of_recipe(recipe, unfinished_runs(recipe.name, runs_dir), sets, target)
 
 
@@ -244,12 +261,14 @@ def _named_run(target: str, run: RunFolder, sets: Sequence[str], resume: bool) -
             if status in UNFINISHED
             else f"start another run of its recipe: oncurve train {run.recipe}",
         )
-    reject_python_only(load_recipe(run.recipe))
+    reject_python_only(trust.load_recipe_of(run))
     return TrainTarget(run=run, sets=tuple(sets))
 
 
 def _run_of_recipe(recipe: Recipe, runs: Sequence[RunFolder], sets: Sequence[str], target: str) -> TrainTarget:
-    """The newest run with exactly this recipe, else the newest of its name, which keeps the recipe it started with."""
+    """The newest run with exactly this recipe, else the newest of its name, which keeps the recipe it started with.
+
+    Of ``sets`` it takes those that describe the machine; the others are refused when it is resumed."""
     if not runs:
         raise RunError(
             target,
@@ -260,17 +279,11 @@ def _run_of_recipe(recipe: Recipe, runs: Sequence[RunFolder], sets: Sequence[str
     for run in runs:
         if same_recipe(recipe, run):
             return TrainTarget(run=run, advice=f"continuing {run.shown}")
-    if sets:
-        raise RunError(
-            str(runs[0].shown),
-            f"its recipe differs from {target} with these --set",
-            because="a resumed run keeps its recipe",
-            fix=f"oncurve train --resume {runs[0].shown}, or leave out --resume",
-        )
-    return TrainTarget(
-        run=runs[0],
-        advice=f"continuing {runs[0].shown} with its original recipe, which differs from {target} as it is now",
+    newest = runs[0]
+    differs = (
+        "" if same_recipe(recipe, newest, sets) else f" with its original recipe, which differs from {target} as it is now"
     )
+    return TrainTarget(run=newest, sets=tuple(sets), advice=f"continuing {newest.shown}{differs}")
 
 
 def unfinished_runs(name: str, runs_dir: Path) -> list[RunFolder]:
@@ -281,15 +294,15 @@ def unfinished_runs(name: str, runs_dir: Path) -> list[RunFolder]:
 
 def _recipe_name(path: Path) -> str | None:
     try:
-        return load_recipe(RunFolder(path).recipe).name
+        return str(read_toml(RunFolder(path).recipe).get("name"))
     except OncurveError:
         return None
 
 
-def same_recipe(recipe: Recipe, run: RunFolder) -> bool:
-    """Whether a run started from this recipe. Keys that the recipe leaves to the machine are ignored."""
+def same_recipe(recipe: Recipe, run: RunFolder, sets: Sequence[str] = ()) -> bool:
+    """Whether a run's recipe, changed by ``sets``, is this one. Keys that the recipe leaves to the machine are ignored."""
     try:
-        resolved = load_recipe(run.recipe)
+        resolved = trust.load_recipe_of(run, sets)
     except OncurveError:
         return False
     threads = recipe.threads or resolved.threads

@@ -30,7 +30,7 @@ from oncurve.recipe.variants import base_stage, learning_passes, with_algorithm,
 from oncurve.runs.atomic_files import write_file_atomically
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
-from oncurve.runs.folder import STATE, RunFolder
+from oncurve.runs.folder import COMPARISON_REQUEST, STATE, RunFolder
 
 Budget = Literal["tokens", "time"]
 Runner = Callable[[Path, Path], None]
@@ -112,9 +112,9 @@ class Comparison:
 
     @classmethod
     def open(cls, folder: Path, request: ComparisonRequest, run: Runner | None = None) -> Comparison:
-        """A new comparison, or the one in the folder if it has the same request."""
+        """A new comparison, or the one in the folder if it was started with the same options."""
         comparison = cls(folder, request, run)
-        file = folder / "request.json"
+        file = folder / COMPARISON_REQUEST
         if file.is_file():
             _check_same_request(folder, json.loads(file.read_text()), json.loads(json.dumps(asdict(request))))
         elif folder.exists() and any(folder.iterdir()):
@@ -193,7 +193,7 @@ def _check_same_request(folder: Path, stored: dict[str, Any], request: dict[str,
             raise RunError(
                 str(folder),
                 "a comparison of another recipe" if key == "recipe" else f"a comparison with other {key}: {shown}",
-                because="a comparison can be continued only with the same request",
+                because="a comparison can be continued only with the same options",
                 fix="use the same options, or name another folder with --out",
             )
 

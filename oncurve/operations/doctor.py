@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.numpy import load_file
 
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import OncurveError, pip_install
+from oncurve.models.llama.c_build import load_library
 from oncurve.models.loading.load import load_policy
-from oncurve.operations.checks import Check
+from oncurve.operations.checks import OPTIONAL_CHECK, Check
 from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import Grpo
@@ -47,13 +51,45 @@ MAX_LOGP_GAP = 1e-4
 MIN_FREE_DISK = 2 << 30
 """With less free disk, the check adds a note."""
 TEST_FILE_BYTES = 8 << 20
+MAX_RANK_DISTANCE = 1e-4
+"""Largest relative distance between the weights that one rank and several ranks leave. Sums in another order make it about
+1e-7; an update that lacks a rank's gradient makes it about 1e-2."""
+RANKS_TIMEOUT_S = 600.0
+SHARDS = ("none", "optimiser", "full")
+RANKS_RECIPE = """
+name = "doctor"
+threads = 1
+
+[model]
+dtype = "float32"
+tiny = { layers = 2, width = 64, heads = 2, kv_heads = 2, head_size = 32, mlp_width = 128, context = 64 }
+
+[task]
+type = "arithmetic"
+digits = 1
+heldout = 8
+
+[[rewards]]
+type = "length"
+target = 8
+
+[[stages]]
+type = "grpo"
+steps = 2
+group_size = 4
+eval_every = 0
+sampling = { max_new_tokens = 16 }
+optimiser = { learning_rate = 1e-3, warmup_steps = 0 }
+"""
 
 
-def diagnose(runs_dir: Path) -> Iterator[Check]:
-    """All checks, one after the other."""
+def diagnose(runs_dir: Path, ranks: int | None = None) -> Iterator[Check]:
+    """All checks, one after the other. With ``ranks`` also a run on that many ranks."""
     yield from _machine()
     yield from _packages()
     yield from _devices()
+    if ranks is not None:
+        yield from _check_ranks(ranks)
     yield _sandbox()
     yield from _disk(runs_dir)
 
@@ -69,13 +105,15 @@ def _packages() -> Iterator[Check]:
     missing = {name: needed_for for name, needed_for in OPTIONAL.items() if importlib.util.find_spec(name) is None}
     installed = [feature for name, (feature, _) in OPTIONAL.items() if name not in missing]
     if installed:
-        yield Check("optional parts", "ok", ", ".join(installed))
-    for name, (feature, extra) in missing.items():
-        yield Check("optional parts", "note", f"{feature}: {name} is not installed: {pip_install(extra)}")
+        yield Check(OPTIONAL_CHECK, "ok", ", ".join(installed))
+    for feature, extra in missing.values():
+        yield Check(OPTIONAL_CHECK, "note", f"{feature}: {pip_install(extra)}")
 
 
 def _devices() -> Iterator[Check]:
-    yield _check_training("cpu", f"CPU, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    yield _compiler()
+    yield _check_training("cpu", f"CPU, {threads} thread{'' if threads == 1 else 's'}")
     if not torch.cuda.is_available():
         yield Check("GPU", "note", "none found: training runs on the CPU, which is fast enough for small models only")
         return
@@ -86,6 +124,13 @@ def _devices() -> Iterator[Check]:
     triton = version_of("triton")
     yield Check("kernels", "ok" if triton else "note", f"Triton {triton}" if triton else "no Triton: plain torch is used")
     yield _check_training("cuda", "the first GPU")
+
+
+def _compiler() -> Check:
+    if load_library() is not None:
+        return Check("C compiler", "ok", "found: small models train on the CPU with compiled C functions")
+    slower = "training a small model on the CPU takes several times as long"
+    return Check("C compiler", "note", f"none found, or it failed: {slower}; on Debian or Ubuntu: apt install gcc libc6-dev")
 
 
 def _check_training(device: str, description: str) -> Check:
@@ -117,6 +162,52 @@ def _run_steps(device: str) -> tuple[Ints, float]:
     gap = max(loop.step(n).metrics.get("mismatch_max", 0.0) for n in (1, 2))
     groups = loop.sample(3)
     return np.concatenate([c.token_ids for g in groups for c in g.completions]), gap
+
+
+def _check_ranks(ranks: int) -> Iterator[Check]:
+    """Trains two steps on one rank and on several, without and with shards: all must leave the same weights, up to rounding."""
+    gpus = torch.cuda.device_count()
+    where = f"{ranks} GPUs, over NCCL" if gpus else f"{ranks} processes on the CPU, over gloo"
+    if 0 < gpus < ranks:
+        yield Check("ranks", "wrong", f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}, and {ranks} ranks need one each")
+        return
+    with tempfile.TemporaryDirectory(prefix="oncurve-doctor-") as scratch:
+        folder = Path(scratch)
+        (folder / "doctor.toml").write_text(RANKS_RECIPE)
+        settings = [f"grpo.prompts_per_step={2 * ranks}"]
+        failure = _train(folder / "one", settings)
+        if failure:
+            yield Check("one rank", "wrong", failure)
+            return
+        for shard in SHARDS:
+            name, path = f"ranks, shard = {shard}", folder / shard
+            failure = _train(path, [*settings, f"scale.ranks={ranks}", f'scale.shard="{shard}"'])
+            distance = np.nan if failure else _weight_distance(folder / "one", path)
+            if failure:
+                yield Check(name, "wrong", failure)
+            elif distance <= MAX_RANK_DISTANCE:
+                yield Check(name, "ok", f"{where}: two steps give the weights of one rank, up to {distance:.1g}")
+            else:
+                because = f"after two steps the weights differ from those of one rank by {distance:.1g} of their length"
+                yield Check(name, "wrong", f"{where}: {because}")
+
+
+def _train(out: Path, settings: list[str]) -> str:
+    """Runs `oncurve train` on the recipe beside ``out``. Returns why it failed, or an empty string."""
+    command = [sys.executable, "-m", "oncurve", "train", str(out.parent / "doctor.toml"), "--out", str(out)]
+    command += [part for setting in settings for part in ("--set", setting)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=RANKS_TIMEOUT_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return f"two steps of a tiny model did not end within {RANKS_TIMEOUT_S:g} s"
+    return "" if done.returncode == 0 else f"exit code {done.returncode}: {' '.join(done.stderr.split())[-600:]}"
+
+
+def _weight_distance(one: Path, other: Path) -> float:
+    """‖w − w'‖ / ‖w‖ over all weights of two runs' final models."""
+    first, second = (load_file(path / "model" / "model.safetensors") for path in (one, other))
+    squares = [(float(((first[k] - second[k]) ** 2).sum()), float((first[k] ** 2).sum())) for k in first]
+    return float(np.sqrt(sum(gap for gap, _ in squares) / sum(size for _, size in squares)))
 
 
 def _sandbox() -> Check:

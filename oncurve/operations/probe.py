@@ -12,11 +12,15 @@ Some groups are sampled and scored, and one step is timed and undone. From the r
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,12 +38,15 @@ from oncurve.recipe.schema.stages import Grpo
 from oncurve.recipe.validate import reject_python_only
 from oncurve.records import Prompt, ScoredGroup
 from oncurve.rewards.mix import RewardMix
+from oncurve.runs.atomic_files import write_file_atomically
+from oncurve.runs.step_notes import report_progress
 from oncurve.tasks.base import Task
+from oncurve.tasks.curriculum import estimate_row
 from oncurve.tasks.prompt_order import prompts_for_step
 from oncurve.training.evaluate import pass_at, powers_of_two
-from oncurve.training.stages.grpo import GrpoLoop
+from oncurve.training.stages.grpo import GrpoLoop, group_result
 from oncurve.training.start import rewards_for, task_for
-from oncurve.training.trainer import load_weights, trained_weights
+from oncurve.training.trainer import load_weights, trained_weights, with_agents
 
 PROBE_STEP = 1 << 41
 """Probing samples as if at this step, so that its random numbers differ from those of training and evaluation."""
@@ -109,26 +116,63 @@ class ProbeReport:
     choices: tuple[Suggestion, ...]
 
 
-def probe(recipe: Recipe, prompts: int, *, samples: int, policy: Policy | None = None) -> ProbeReport:
-    """Probes a recipe's first grpo stage. ``policy`` is the stage's start; unset: the recipe's model."""
+def probe(
+    recipe: Recipe, prompts: int, *, samples: int, policy: Policy | None = None, estimates: Path | None = None
+) -> ProbeReport:
+    """Probes a recipe's first grpo stage. ``policy`` is the stage's start; unset: the recipe's model.
+
+    The pass rate of each prompt is written to ``estimates``, for `curriculum.estimates`.
+    """
     torch.set_num_threads(recipe.threads or os.cpu_count() or 1)
     stage = grpo_stage(recipe)
     reject_python_only(recipe, stage)
     task, rewards = task_for(recipe, stage), rewards_for(recipe, stage)
     note = None if policy is not None else start_note(recipe, stage)
     policy = policy or load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed)
-    engine = NativeEngine(policy, recipe.engine)
-    check_sampler(engine)
+    native = NativeEngine(policy, recipe.engine)
+    check_sampler(native)
+    with closing(with_agents(native, recipe)) as engine:
+        return _probe_stage(recipe, stage, task, engine, rewards, prompts, samples, estimates, note)
+
+
+def _probe_stage(
+    recipe: Recipe, stage: Grpo, task: Task, engine: Engine, rewards: RewardMix, prompts: int, samples: int,
+    estimates: Path | None, note: str | None,
+) -> ProbeReport:  # fmt: skip
     seed = seed_for_stage(recipe, stage)
     batch = prompts_for_step(task, seed, 0, prompts)
-    scored = _sample_and_score(engine, rewards, batch, samples, stage.sampling, seed)
     half = batch[: max(4, prompts // 2)]
+    probed = sorted({*TEMPERATURES, stage.sampling.temperature})
+    done, planned = count(1), len(batch) + len(probed) * len(half) + stage.prompts_per_step
+
+    def sample_and_score(prompts: Sequence[Prompt], sampling: Sampling) -> list[ScoredGroup]:
+        key = SampleKey(seed, PROBE_STEP)
+        return rewards.score(
+            engine.sample(prompts, samples, sampling, key, on_group=lambda *_: report_progress(next(done) / planned))
+        )
+
+    report_progress(0.0)
+    scored = sample_and_score(batch, stage.sampling)
+    if estimates is not None:
+        _write_estimates(estimates, scored, rewards)
     temperatures = tuple(
-        _probe_temperature(t, engine, rewards, half, samples, stage, seed)
-        for t in sorted({*TEMPERATURES, stage.sampling.temperature})
+        _at_temperature(t, sample_and_score(half, stage.sampling.model_copy(update={"temperature": t})), rewards, stage)
+        for t in probed
     )
     sample_s, update_s = _time_step(recipe, stage, task, engine, rewards)
     return _report(stage, note, scored, rewards, samples, temperatures, sample_s, update_s)
+
+
+def _write_estimates(path: Path, scored: Sequence[ScoredGroup], rewards: RewardMix) -> None:
+    if rewards.accuracy_reward is None:
+        raise RecipeError(
+            "--estimates",
+            path,
+            because="none of the recipe's rewards defines correct answers, so there are no pass rates",
+            fix="add a verifiable reward, or give the reward that defines them the name `answer`",
+        )
+    rows = (json.dumps(estimate_row(group_result(group, rewards)), ensure_ascii=False) for group in scored)
+    write_file_atomically(path, "".join(f"{row}\n" for row in rows).encode())
 
 
 def grpo_stage(recipe: Recipe) -> Grpo:
@@ -159,23 +203,7 @@ def signal_at(totals: Sequence[float], size: int) -> float:
     return max(signal_at(totals, n), 1 - sum((m / n) ** size for m in counts)) if n else 0.0
 
 
-def _sample_and_score(
-    engine: Engine, rewards: RewardMix, prompts: Sequence[Prompt], samples: int, sampling: Sampling, seed: int
-) -> list[ScoredGroup]:
-    return rewards.score(engine.sample(prompts, samples, sampling, SampleKey(seed, PROBE_STEP)))
-
-
-def _probe_temperature(
-    temperature: float,
-    engine: Engine,
-    rewards: RewardMix,
-    prompts: Sequence[Prompt],
-    samples: int,
-    stage: Grpo,
-    seed: int,
-) -> AtTemperature:
-    sampling = stage.sampling.model_copy(update={"temperature": temperature})
-    scored = _sample_and_score(engine, rewards, prompts, samples, sampling, seed)
+def _at_temperature(temperature: float, scored: Sequence[ScoredGroup], rewards: RewardMix, stage: Grpo) -> AtTemperature:
     accuracy = None if rewards.accuracy_reward is None else _mean([rewards.is_correct(s) for g in scored for s in g.scored])
     truncated = _mean([s.completion.is_truncated for g in scored for s in g.scored])
     reward = _mean([t for g in scored for t in g.totals if t is not None])
@@ -188,7 +216,7 @@ def _time_step(recipe: Recipe, stage: Grpo, task: Task, engine: Engine, rewards:
     Groups without signal are forwarded too, so that there is always an update.
     """
     before = {name: tensor.clone() for name, tensor in trained_weights(engine.policy).items()}
-    timed = stage.model_copy(update={"no_signal": "keep", "max_failure_share": 1.0})
+    timed = stage.model_copy(update={"no_signal": "keep", "max_failure_share": 1.0, "curriculum": None})
     loop = GrpoLoop(timed, seed_for_stage(recipe, stage), task, engine, rewards)
     try:
         seconds = loop.step(1).seconds

@@ -12,7 +12,6 @@ import numpy as np
 
 from oncurve import trust
 from oncurve.errors import CheckpointError, RunError
-from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.stages import Stage
 from oncurve.recipe.validate import reject_python_only
 from oncurve.records import GradedGroup, StepReport
@@ -21,7 +20,7 @@ from oncurve.runs.checkpoints.files import Checkpoint
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
-from oncurve.training.inputs import changed_inputs
+from oncurve.training.inputs import changed_inputs, folder_of_inputs
 from oncurve.training.semantics import check_semantics
 from oncurve.training.start import build_tasks_and_rewards
 from oncurve.training.trainer import Trainer, completed_steps, count_rollbacks, load_weights
@@ -67,7 +66,13 @@ class ReplayResult:
 
 def replay(run: RunFolder, stage: str | None, step: int, position: int) -> ReplayResult:
     """Does the step again, and those between the last checkpoint before it and it, with the stored replies."""
-    recipe = load_recipe(run.recipe)
+    run = RunFolder(run.path.absolute())
+    with folder_of_inputs(run):
+        return _replay(run, stage, step, position)
+
+
+def _replay(run: RunFolder, stage: str | None, step: int, position: int) -> ReplayResult:
+    recipe = trust.load_recipe_of(run)
     reject_python_only(recipe)
     check_semantics(run, recipe)
     trust.check(run)
@@ -119,7 +124,7 @@ def _checkpoint_before(run: RunFolder, names: list[str], position: int, step: in
         raise RunError(
             run.name,
             f"no checkpoint before step {step}",
-            because=f"it is a fork of {parent.run}, which made its first steps",
+            because=f"it is a fork of {parent.run}, which recorded its first steps",
             fix=f"replay them there: oncurve replay {parent.run} --step {step}",
         )
     return None

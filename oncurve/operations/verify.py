@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 import torch
@@ -12,10 +12,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from oncurve import trust
-from oncurve.errors import OncurveError
+from oncurve.errors import OncurveError, PluginError, RecipeError
 from oncurve.models.loading.load import load_policy
 from oncurve.operations.checks import Check
-from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.atomic_files import partial_writes
 from oncurve.runs.bad_batches import bad_batches
@@ -25,7 +24,7 @@ from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.connection import open_database, user_error
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
-from oncurve.training.inputs import RECORD, changed_inputs
+from oncurve.training.inputs import RECORD, changed_inputs, folder_of_inputs
 
 
 def verify(run: RunFolder) -> Iterator[Check]:
@@ -45,7 +44,7 @@ def verify(run: RunFolder) -> Iterator[Check]:
             yield Check(entry.path.name, "wrong", f"{error.what}, because {error.because}")
             continue
         tensors = sum(len(group) for group in checkpoint.tensors.values())
-        yield Check(entry.path.name, "ok", f"every byte as written, {tensors} tensors")
+        yield Check(entry.path.name, "ok", f"all checksums match, {tensors} tensors")
         newest = checkpoint if newest is None or _number(checkpoint) > _number(newest) else newest
     if not isinstance(recipe, str):
         yield from _check_model(run, recipe, newest, finished=state.current_status == "finished")
@@ -55,22 +54,29 @@ def verify(run: RunFolder) -> Iterator[Check]:
 
 def _check_inputs(run: RunFolder, recipe: Recipe) -> Iterator[Check]:
     """Whether the reward functions and data files that the recipe names are those that the run began with."""
+    path = run.path.absolute()
     try:
-        changed = changed_inputs(run, recipe)
+        with folder_of_inputs(run):
+            changed = changed_inputs(RunFolder(path), recipe)
     except OncurveError as error:
         yield Check("inputs", "wrong", f"{error.what}, because {error.because}")
         return
+    accepted: list[str] = []
+    with suppress(OncurveError), RunReader.open(run.path) as store:  # a damaged database is reported above
+        accepted = [event.message for event in store.events("inputs")]
     if changed:
         yield Check("inputs", "note", f"changed since the run began: {', '.join(changed)}")
-    elif (run.path / RECORD).is_file():
+    for message in accepted:
+        yield Check("inputs", "note", f"a resumed run {message}")
+    if not changed and not accepted and (run.path / RECORD).is_file():
         yield Check("inputs", "ok", "reward functions and data files as when the run began")
 
 
 def _load_recipe(run: RunFolder) -> Recipe | str:
     """The recipe, or why it can't be loaded."""
     try:
-        return load_recipe(run.recipe)
-    except OncurveError as error:
+        return trust.load_recipe_of(run)
+    except (RecipeError, PluginError) as error:
         return f"{error.where}: {error.what}, because {error.because}"
 
 

@@ -101,6 +101,8 @@ def changes(job: Job, lora_rank: int) -> Iterator[Change]:
         yield free("slots", words=f"{slots} slots", sets={"slots": slots})
     if job.holds_reference and not job.reference_on_cpu:
         yield free("reference", words="the reference on the CPU", sets={"reference_on_cpu": True})
+    if job.teacher and not job.teacher_on_cpu:
+        yield free("teacher", words="the teacher on the CPU", sets={"teacher_on_cpu": True})
     if job.moments == "float32" and not job.does.curvature:
         yield Change("moments", 1, "8-bit moments", {"moments": "int8"})
     if not job.optimiser_on_cpu and not job.does.curvature:

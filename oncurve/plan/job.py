@@ -12,12 +12,12 @@ from oncurve.plan.hardware import Gpu
 from oncurve.plan.model_shape import ModelShape
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Engine
-from oncurve.recipe.schema.stages import Grpo, Trpo
+from oncurve.recipe.schema.stages import Distil, Trpo
 
 Sharding = Literal["none", "optimiser", "full"]
 Moments = Literal["float32", "int8"]
 Checkpointing = Literal["auto", "on", "off"]
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,7 @@ class Algorithm:
 
 ALGORITHMS: dict[str, Algorithm] = {
     "grpo": Algorithm(),
+    "distil": Algorithm(),
     "rloo": Algorithm(),
     "reinforce": Algorithm(),
     "ppo": Algorithm(critic=True),
@@ -72,6 +73,8 @@ class Job:
     moments: Moments = "float32"
     optimiser_on_cpu: bool = False
     reference_on_cpu: bool = False
+    mixes_reference: bool = False
+    """The reference is a mean of the policy, in float32 next to its 16-bit weights."""
     sharding: Sharding = "none"
     gather: bool = True
     tensor: int = 1
@@ -80,6 +83,9 @@ class Job:
     quantise: str | None = None
     """The format of a frozen base model under an adapter."""
     reward_model: ModelShape | None = None
+    teacher: ModelShape | None = None
+    """The largest teacher that has weights of its own in this process."""
+    teacher_on_cpu: bool = False
     reference_free: bool = False
     """An offline loss without a reference (SimPO)."""
     critic: ModelShape | None = None
@@ -142,6 +148,11 @@ class Job:
         return self.has_reference and self.lora_rank is None
 
     @property
+    def reference_bytes(self) -> int:
+        """Bytes of the reference per parameter."""
+        return self.dtype_bytes + (4 if self.mixes_reference and self.dtype_bytes < 4 else 0)
+
+    @property
     def critic_shape(self) -> ModelShape | None:
         """The critic's embeddings and layers; it predicts values, so it has no LM head."""
         return replace(self.critic or self.shape, tied=True) if self.does.critic else None
@@ -196,6 +207,7 @@ RECIPE_KEYS = {
     "moments": "STAGE.optimiser.moments",
     "optimiser_on_cpu": "STAGE.optimiser.on_cpu",
     "reference_on_cpu": "STAGE.kl.on_cpu",
+    "teacher_on_cpu": "STAGE.teacher.on_cpu",
 }
 """The recipe key that each setting of a job stands for, ``STAGE`` being the stage's name.
 
@@ -213,7 +225,7 @@ def allowed_values(name: str) -> tuple[str, ...]:
     section: Any = Recipe
     *path, key = RECIPE_KEYS[name].split(".")
     for part in path:
-        section = Grpo if part == "STAGE" else _without_none(section.model_fields[part].annotation)
+        section = Distil if part == "STAGE" else _without_none(section.model_fields[part].annotation)
     annotation = _without_none(section.model_fields[key].annotation)
     return get_args(annotation) if get_origin(annotation) is Literal else ()
 

@@ -40,9 +40,9 @@ def parameters_with_room(memory: int, tables: int) -> int:
 
 PARTS = (
     "weights", "adapter", "master weights", "moments", "gradients", "activations", "lm head", "kv pool", "sampling",
-    "reference", "reward model", "critic", "cuda context",
+    "reference", "teacher", "reward model", "critic", "cuda context",
 )  # fmt: skip
-"""In the order of the bars."""
+"""The parts of the memory, in the order in which bars show them."""
 
 CUDA_CONTEXT = 600 << 20
 """The driver's context and the libraries' workspaces, which torch does not count."""
@@ -120,11 +120,24 @@ def _resident(job: Job) -> dict[str, float]:
         **_state(job.trained, job),
         "gradients": _gradients(job.trained, job),
         "sampling": _sampling(job) if job.does.samples else 0,
-        "reference": b * shape.parameters / _weight_shards(job) if job.holds_reference and not job.reference_on_cpu else 0,
+        "reference": job.reference_bytes * shape.parameters / _weight_shards(job)
+        if job.holds_reference and not job.reference_on_cpu
+        else 0,
+        "teacher": _teacher(job),
         "reward model": b * job.reward_model.parameters if job.reward_model else 0,
         "critic": critic_bytes(critic, job) if critic else 0,
         "cuda context": 0 if job.gpu.is_cpu else CUDA_CONTEXT,
     }
+
+
+def _teacher(job: Job) -> float:
+    """A teacher's weights, which are not sharded; only its head if the others are in CPU memory. And the hidden states from
+    which it predicts the step's tokens."""
+    shape = job.teacher
+    if shape is None:
+        return 0
+    weights = shape.vocabulary * shape.width if job.teacher_on_cpu else shape.parameters
+    return job.dtype_bytes * (weights + job.rows * job.new_tokens * shape.width)
 
 
 def _weight_shards(job: Job) -> int:
@@ -192,8 +205,10 @@ def _host(job: Job) -> int:
     per = 4 + (8 if job.moments == "float32" else INT8_MOMENT_BYTES)
     optimiser = per * job.trained / _optimiser_shards(job) if job.optimiser_on_cpu else 0
     # During the reference's pass the policy's weights are there too: the two are swapped.
-    reference = 2 * job.dtype_bytes * job.shape.parameters if job.holds_reference and job.reference_on_cpu else 0
-    return math.ceil(optimiser + reference)
+    swapped = job.holds_reference and job.reference_on_cpu
+    reference = (job.dtype_bytes + job.reference_bytes) * job.shape.parameters if swapped else 0
+    teacher = job.dtype_bytes * job.teacher.parameters if job.teacher and job.teacher_on_cpu else 0
+    return math.ceil(optimiser + reference + teacher)
 
 
 def _phases(job: Job) -> dict[str, dict[str, float]]:
@@ -206,10 +221,10 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
         phases["score"] = {"activations": forward_bytes(job.reward_model, job)}
     if job.has_reference:
         phases["reference"] = {"activations": forward_bytes(job.shape, job), "lm head": _head_chunk(job, backward=False)}
-    phases["update"] = {
-        "activations": activation_bytes(job.shape, job),
-        "lm head": curvature_tables(job) if does.curvature else _head_chunk(job, backward=True),
-    }
+    if job.teacher:
+        moved = job.dtype_bytes * job.teacher.parameters if job.teacher_on_cpu else 0
+        phases["teacher"] = {"activations": forward_bytes(job.teacher, job), "teacher": _teacher(job) + moved}
+    phases["update"] = _update_peak(job)
     critic = job.critic_shape
     if critic:
         resident = critic_bytes(critic, job)
@@ -225,6 +240,16 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
             0 if uses_fused_kernels(critic, job) else _accumulating(_trained(critic, job), job)
         )
     return phases
+
+
+def _update_peak(job: Job) -> dict[str, float]:
+    """The larger of two moments: the LM head's chunk of logits at the end of the forward pass, or a layer's gradients."""
+    if job.does.curvature:
+        return {"activations": activation_bytes(job.shape, job), "lm head": curvature_tables(job)}
+    saved = _saved_bytes(job.shape, job)
+    head = {"activations": saved + _around_head(job.shape, job), "lm head": _head_chunk(job, backward=True)}
+    layers = {"activations": saved + _around_layers(job.shape, job)}
+    return max(head, layers, key=lambda parts: sum(parts.values()))
 
 
 def curvature_tables(job: Job) -> int:
@@ -248,18 +273,22 @@ def _accumulating(trained: int, job: Job) -> float:
 
 
 def kv_pool(job: Job) -> float:
-    """The KV cache in pages: all that the step could use, or at most ``pool_share`` of the free memory.
-
-    The minimum is one completion with its prompt.
-    """
-    needed = job.rank_prompts * page_bytes(job, job.prompt_tokens) + _slots(job) * page_bytes(job, job.new_tokens)
-    if job.gpu.is_cpu:
-        return needed
+    """The KV cache in pages: all that the step could use, or at most ``pool_share`` of the free memory."""
+    useful, minimum = _useful_kv(job), min_kv_pool(job)
     free = job.gpu.memory - sum(_resident(job).values()) - _gathered_weights(job)
-    minimum = page_bytes(job, job.prompt_tokens) + page_bytes(job, job.new_tokens)
-    if free <= minimum:  # it does not fit: the plan then shows all that it needs
-        return needed
-    return max(min(needed, job.pool_share * free), minimum)
+    if job.gpu.is_cpu or free <= minimum:  # it does not fit: the plan then shows all that it could use
+        return useful
+    return max(min(useful, job.pool_share * free), minimum)
+
+
+def min_kv_pool(job: Job) -> float:
+    """The smallest KV cache: one completion with its prompt. On a CPU the KV cache does not depend on the free memory."""
+    return _useful_kv(job) if job.gpu.is_cpu else page_bytes(job, job.prompt_tokens) + page_bytes(job, job.new_tokens)
+
+
+def _useful_kv(job: Job) -> float:
+    """The KV cache with which no completion waits for another."""
+    return job.rank_prompts * page_bytes(job, job.prompt_tokens) + _slots(job) * page_bytes(job, job.new_tokens)
 
 
 def page_bytes(job: Job, tokens: int) -> float:
@@ -323,28 +352,40 @@ def layer_bytes(shape: ModelShape, job: Job, parts: int = 1) -> int:
 
 def activation_bytes(shape: ModelShape, job: Job) -> float:
     """Peak activations of a pack in its backward pass, with the gradients of one layer."""
+    return _saved_bytes(shape, job) + _around_layers(shape, job)
+
+
+def _saved_bytes(shape: ModelShape, job: Job) -> float:
+    """What all layers save of a pack for its backward pass."""
     layer, recomputed = layer_bytes(shape, job, job.tensor), checkpointed_layers(shape, job)
     inputs = recomputed * job.dtype_bytes * shape.width
-    saved = (shape.layers - recomputed) * layer + inputs + (layer if recomputed else 0)
-    return _around_layers(shape, job) + job.pack_tokens * min(saved, shape.layers * layer)
+    return job.pack_tokens * min((shape.layers - recomputed) * layer + inputs, shape.layers * layer)
+
+
+def _around_head(shape: ModelShape, job: Job) -> float:
+    """Bytes of the last hidden states and their norm, and of the hidden states of predicted tokens and their gradient."""
+    return job.dtype_bytes * shape.width * (3 * job.pack_tokens + 2 * job.pack_predicted)
 
 
 def _around_layers(shape: ModelShape, job: Job) -> float:
-    """The activations of embedding and head, and one layer's gradients."""
-    b, N, D = job.dtype_bytes, job.pack_tokens, shape.width
+    """One layer's gradients, and its activations if they are recomputed."""
     F = shape.mlp_width * max(shape.experts_active, 1)
-    return 3 * N * b * D + 2 * job.pack_predicted * b * D + N * b * (4 * F + 3 * D)
+    recomputed = layer_bytes(shape, job, job.tensor) if checkpointed_layers(shape, job) else 0
+    return job.pack_tokens * (job.dtype_bytes * (4 * F + 4 * shape.width) + recomputed)
 
 
 def checkpointed_layers(shape: ModelShape, job: Job) -> int:
     """Checkpointed layers: all, none, or with `auto` as few as fit into the free memory."""
     if job.checkpointing != "auto" or job.gpu.is_cpu:
         return shape.layers if job.checkpointing == "on" else 0
-    other = sum(_resident(job).values()) + _around_layers(shape, job) + _head_chunk(job, backward=True)
-    free = SPARE * max(0.0, job.gpu.memory - other)
+    # As the learner counts: embedding and head, one layer's gradients, and a chunk of logits.
+    F = shape.mlp_width * max(shape.experts_active, 1)
+    around = job.pack_tokens * job.dtype_bytes * (4 * F + 8 * shape.width) + _head_chunk(job, backward=True)
+    free = SPARE * max(0.0, job.gpu.memory - sum(_resident(job).values()) - around)
     saved, inputs = job.pack_tokens * layer_bytes(shape, job, job.tensor), job.pack_tokens * job.dtype_bytes * shape.width
     excess = shape.layers * saved - free
-    return 0 if excess <= 0 else min(shape.layers, math.ceil(excess / (saved - inputs)))
+    # A checkpointed layer is recomputed in the backward pass: room for one layer's activations on top.
+    return 0 if excess <= 0 else min(shape.layers, math.ceil((excess + saved) / (saved - inputs)))
 
 
 def forward_bytes(shape: ModelShape, job: Job) -> float:

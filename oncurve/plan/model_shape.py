@@ -2,7 +2,8 @@
 
 Parameters of a layer: q, k, v and o of attention, gate, up and down of the MLP (or of each expert, with a router), and its
 norms. Counts equal those of transformers' modules (a test builds them on the meta device). Biases and extra norms follow from
-the family, which `config.json` names.
+the family, which `config.json` names. The modules of a family that is not in `FAMILIES` are built on the meta device and
+counted, so hybrids, latent attention and shared experts have their true size.
 
 In formulas, ``F`` is the width of the MLP and ``L`` the number of layers; other letters as in records.py.
 """
@@ -10,8 +11,8 @@ In formulas, ``F`` is the width of the MLP and ``L`` the number of layers; other
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,14 @@ class ModelShape:
     """Experts per token."""
     attention_bias: bool = False
     mlp_bias: bool = False
+    attention_layers: int | None = None
+    """Layers with a KV cache, if not all have one: the others are recurrent."""
+    counted_layer: float | None = None
+    """Parameters of a layer on average, if transformers' modules were counted."""
+    counted_widths: float | None = None
+    """Inputs and outputs of a layer's linear modules on average, if they were counted."""
+    counted_idle: int | None = None
+    """Parameters of all layers' experts that a token does not take, if they were counted: some layers may have no experts."""
 
     @property
     def kind(self) -> Family:
@@ -107,7 +116,9 @@ class ModelShape:
         return out
 
     @property
-    def layer_parameters(self) -> int:
+    def layer_parameters(self) -> float:
+        if self.counted_layer is not None:
+            return self.counted_layer
         mlp = sum(a * b for a, b in self.mlp_matrices) * max(self.experts, 1) + self.width * self.experts
         return sum(a * b for a, b in self.attention_matrices) + mlp + self.small_parameters
 
@@ -118,31 +129,41 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        return self.layers * self.layer_parameters + self.width + self.head_parameters * (1 if self.tied else 2)
+        return round(self.layers * self.layer_parameters) + self.width + self.head_parameters * (1 if self.tied else 2)
+
+    @property
+    def idle_parameters(self) -> int:
+        """Those of the experts that a token does not take."""
+        if not self.experts:
+            return 0
+        idle = self.layers * (self.experts - self.experts_active) * sum(a * b for a, b in self.mlp_matrices)
+        return idle if self.counted_idle is None else self.counted_idle
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that a token uses: all, unless there are experts."""
+        return self.parameters - self.idle_parameters
 
     @property
     def multiplied(self) -> int:
         """Weights of the backbone that a token is multiplied with, at 2 FLOPs each."""
-        active = self.experts_active if self.experts else 1
-        mlp = sum(a * b for a, b in self.mlp_matrices) * active + self.width * self.experts
-        return self.layers * (sum(a * b for a, b in self.attention_matrices) + mlp)
+        return self.multiplied_in_all - self.idle_parameters
 
     @property
     def multiplied_in_all(self) -> int:
         """Weights of the backbone that a batch of tokens reads, those of every expert included."""
-        mlp = sum(a * b for a, b in self.mlp_matrices) * max(self.experts, 1) + self.width * self.experts
-        return self.layers * (sum(a * b for a, b in self.attention_matrices) + mlp)
+        return round(self.layers * (self.layer_parameters - self.small_parameters))
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of LoRA on every linear layer: rank · (in + out) each."""
-        widths = sum(a + b for a, b in self.attention_matrices) + sum(a + b for a, b in self.mlp_matrices) * max(
-            self.experts, 1
-        )
-        return self.layers * rank * widths
+        widths: float = sum(a + b for a, b in self.attention_matrices)
+        widths += sum(a + b for a, b in self.mlp_matrices) * max(self.experts, 1)
+        return round(self.layers * rank * (widths if self.counted_widths is None else self.counted_widths))
 
     def kv_bytes(self, dtype_bytes: int) -> int:
         """KV cache of one token in all layers."""
-        return 2 * self.layers * self.kv_width * dtype_bytes
+        layers = self.layers if self.attention_layers is None else self.attention_layers
+        return 2 * layers * self.kv_width * dtype_bytes
 
 
 def tiny_shape(tiny: TinyModel, vocabulary: int) -> ModelShape:
@@ -171,23 +192,89 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
         )
     heads, family = int(config["num_attention_heads"]), str(config.get("model_type", "llama"))
     tied = config.get("tie_word_embeddings")
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
-    return ModelShape(
+    experts, active = expert_counts(config)
+    shape = ModelShape(
         name=name,
         layers=int(config["num_hidden_layers"]),
         width=int(config["hidden_size"]),
         heads=heads,
         kv_heads=int(config.get("num_key_value_heads") or heads),
-        head_size=int(config.get("head_dim") or config["hidden_size"] // heads),
+        head_size=_head_size(config, heads),
         mlp_width=int((config.get("moe_intermediate_size") if experts else None) or config["intermediate_size"]),
         vocabulary=int(config["vocab_size"]),
         context=int(config.get("max_position_embeddings") or 0),
         tied=FAMILIES.get(family, LLAMA).tied if tied is None else bool(tied),
         family=family,
         experts=experts,
-        experts_active=int(config.get("num_experts_per_tok") or 0),
+        experts_active=active,
         attention_bias=bool(config.get("attention_bias")),
         mlp_bias=bool(config.get("mlp_bias")),
+        attention_layers=_attention_layers(config),
+    )
+    return shape if family in FAMILIES else _with_counts(shape, config)
+
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_k", "moe_topk")
+"""The names that configs have for the experts of a layer, and for those that a token takes."""
+
+
+def expert_counts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """The experts of a layer, and those of them that a token takes; 0 for a model without experts."""
+    return _first_int(config, EXPERTS), _first_int(config, ACTIVE_EXPERTS)
+
+
+def _first_int(config: Mapping[str, Any], names: Sequence[str]) -> int:
+    """0 if the config has none of them; some list a number for each layer."""
+    value = next((config[name] for name in names if config.get(name)), 0)
+    return int(value[0] if isinstance(value, Sequence) else value)
+
+
+def _head_size(config: Mapping[str, Any], heads: int) -> int:
+    """Of a key in the KV cache. Latent attention stores keys and values of all heads, at the width of a query."""
+    if config.get("kv_lora_rank") and config.get("qk_nope_head_dim"):
+        return int(config["qk_nope_head_dim"]) + int(config.get("qk_rope_head_dim") or 0)
+    return int(config.get("head_dim") or config["hidden_size"] // heads)
+
+
+def _attention_layers(config: Mapping[str, Any]) -> int | None:
+    """Layers with a KV cache, of a config that lists the types of its layers; None if all have one."""
+    types = config.get("layer_types")
+    if not isinstance(types, Sequence) or len(types) != config["num_hidden_layers"]:
+        return None
+    count = sum("attention" in str(kind) and "linear" not in str(kind) for kind in types)
+    return None if count == len(types) else count
+
+
+def _with_counts(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
+    """The shape with the counts of transformers' modules; unchanged if transformers does not know the family."""
+    import torch  # takes seconds, and most models are in the table
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        model.tie_weights()
+    except Exception:  # whatever a family's own code raises for a config that it can't read
+        return shape
+    counts = {id(p): p.numel() for p in model.parameters()}
+    embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
+    layers = sum(count for key, count in counts.items() if key not in embeddings) - shape.width
+    widths = sum(
+        m.in_features + m.out_features
+        for m in model.modules()
+        if isinstance(m, torch.nn.Linear) and id(m.weight) not in embeddings
+    )
+    tied = len(embeddings) == 1
+    of_experts = sum(
+        p.numel()
+        for m in model.modules()
+        for p in m.parameters(recurse=False)
+        if p.dim() == 3 and p.shape[0] == shape.experts  # every expert's matrix in one tensor
+    )
+    idle = of_experts * (shape.experts - shape.experts_active) // max(shape.experts, 1)
+    return replace(
+        shape, tied=tied, counted_layer=layers / shape.layers, counted_widths=widths / shape.layers, counted_idle=idle
     )
 
 

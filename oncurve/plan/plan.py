@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, fields, replace
+from math import ceil
 from typing import Any
 
 from oncurve.plan.fixes import Fix, find_fixes, fits
 from oncurve.plan.hardware import GIB, GPUS
 from oncurve.plan.job import Job
-from oncurve.plan.memory import PARTS, Memory, memory_limit, memory_of
+from oncurve.plan.memory import PARTS, Memory, memory_limit, memory_of, min_kv_pool
 from oncurve.plan.model_table import MODELS
 from oncurve.plan.step_time import Seconds, seconds_of
 
 SCALING_MODELS = ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-1.7B", "Qwen/Qwen3-4B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B", "Qwen/Qwen3-32B")
 MAX_NEW_TOKENS = 16384
 MAX_LAYERS = 4096
+MAX_COMPLETION = 1 << 20
 MARGIN = 0.10
 """Accuracy of a plan: a run is refused only if the plan exceeds the device's memory by more than this."""
 
@@ -44,10 +46,10 @@ class Plan:
 
     @property
     def resident_parameters(self) -> int:
-        """Parameters in memory: policy, adapter, reference, critic, reward model."""
+        """Parameters in memory: policy, adapter, reference, teacher, critic, reward model."""
         job, critic = self.job, self.job.critic_shape
         count = job.shape.parameters * (2 if job.holds_reference else 1) + job.adapters
-        count += job.reward_model.parameters if job.reward_model else 0
+        count += sum(other.parameters for other in (job.reward_model, job.teacher) if other)
         return count + (critic.parameters + self._critic_adapters if critic else 0)
 
     @property
@@ -64,8 +66,25 @@ class Plan:
 
     @property
     def least(self) -> int:
-        """The peak with every layer checkpointed: what the job needs, while `auto` uses the memory there is."""
-        return memory_of(replace(self.job, checkpointing="on")).peak.total
+        """What the job needs: its peak with the smallest KV cache and, if checkpointing is `auto`, with every layer
+        checkpointed. A larger KV cache and activations take memory that is free."""
+        job = _with_least_activations(self.job)
+        kv_minimum = ceil(min_kv_pool(job))
+        phases = memory_of(job).phases
+        return max(phase.total - max(0, phase.parts.get("kv pool", 0) - kv_minimum) for phase in phases)
+
+    @property
+    def memory_note(self) -> str:
+        """Why the peak is higher than what the job needs; empty if it isn't, or if the job does not fit."""
+        peak = self.memory.peak
+        if not self.fits or peak.total - self.least <= GIB // 20:
+            return ""
+        needs = f"needs {self.least / GIB:.1f} GiB"
+        if "kv pool" in peak.parts:
+            kv_cache = f"of what is left the KV cache takes {peak.parts['kv pool'] / GIB:.1f} GiB, less on a smaller GPU"
+            return f"{needs} for weights, optimiser and activations; {kv_cache}"
+        activations = f"activations take {peak.parts['activations'] / GIB:.1f} GiB because there is room"
+        return f"{needs}; {activations}, and are recomputed on a smaller GPU"
 
     @property
     def largest(self) -> int | None:
@@ -73,13 +92,19 @@ class Plan:
         return largest_model(self.job) if self.job.does.curvature else None
 
     @property
+    def longest_completion(self) -> int:
+        """The most new tokens with which the job would fit."""
+        return longest_completion(self.job)
+
+    @property
     def title(self) -> str:
         return f"{self.job.algorithm}, {'full' if self.job.lora_rank is None else 'LoRA'}"
 
     @property
     def verdict(self) -> str:
-        """One line: whether it fits, the peak and its phase, and the time of a step."""
-        return f"{self.memory_verdict}, about {seconds_text(self.seconds.step)} per step"
+        """One line: whether it fits, the peak and its phase, and, if it fits, the time of a step."""
+        time = f", about {seconds_text(self.seconds.step)} per step" if self.fits else ""
+        return f"{self.memory_verdict}{time}"
 
     @property
     def memory_verdict(self) -> str:
@@ -126,20 +151,47 @@ def largest_model(job: Job) -> int:
     def with_layers(layers: int) -> Job:
         return replace(job, shape=replace(job.shape, layers=layers))
 
-    low, high = 0, MAX_LAYERS
+    layers = _largest_fitting(with_layers, MAX_LAYERS)
+    return with_layers(layers).shape.parameters if layers else 0
+
+
+def longest_completion(job: Job) -> int:
+    """The most new tokens, in multiples of 512, with which the job fits; 0 if not even 512 do.
+
+    This is about memory only: the model's context may be shorter. One completion is then a pack by itself, and with
+    ``checkpointing="auto"`` every layer is recomputed.
+    """
+    job = _with_least_activations(job)
+
+    def with_pages(pages: int) -> Job:
+        return replace(job, new_tokens=512 * pages, mean_tokens=512.0 * pages)
+
+    return 512 * _largest_fitting(with_pages, MAX_COMPLETION // 512)
+
+
+def _with_least_activations(job: Job) -> Job:
+    """The job as `checkpointing = "auto"` runs it if memory is short: every layer is checkpointed."""
+    return replace(job, checkpointing="on" if job.checkpointing == "auto" else job.checkpointing)
+
+
+def _largest_fitting(with_value: Callable[[int], Job], limit: int) -> int:
+    """The largest value up to a limit with which a job fits; 0 if none does."""
+    low, high = 0, limit
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(with_layers(middle)) else (low, middle - 1)
-    return with_layers(low).shape.parameters if low else 0
+        low, high = (middle, high) if fits(with_value(middle)) else (low, middle - 1)
+    return low
 
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The job with one setting changed. ``asked``: the job's own value. Fields are JSON keys."""
+    """The job with one setting changed. ``asked``: the job's own value. Without ``fits`` the times mean nothing. Fields are
+    JSON keys."""
 
     what: str
     value: str
     asked: bool
+    fits: bool
     peak: int
     step_seconds: float
     samples_per_day: float
@@ -171,8 +223,8 @@ def _variants(job: Job) -> Iterator[tuple[str, str, Job]]:
 
 
 def _scaling_point(what: str, value: str, job: Job, asked: bool) -> ScalingPoint:
-    seconds = seconds_of(job)
-    return ScalingPoint(what, value, asked, memory_of(job).peak.total, seconds.step, seconds.samples_per_day)
+    seconds, peak = seconds_of(job), memory_of(job).peak.total
+    return ScalingPoint(what, value, asked, peak <= memory_limit(job), peak, seconds.step, seconds.samples_per_day)
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -189,6 +241,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
             "host": plan.memory.host,
             "least": plan.least,
             "limit": plan.limit,
+            "note": plan.memory_note,
             "fits": plan.fits,
         },
         "time": {"phases": seconds.phases, "step": seconds.step, "samples_per_day": seconds.samples_per_day},
@@ -196,6 +249,7 @@ def plan_data(plan: Plan) -> dict[str, Any]:
         "fixes": [_fix_data(fix) for fix in plan.fixes],
         "fits_on": smallest_gpus(plan.job),
         "largest": plan.largest,
+        "longest_completion": plan.longest_completion,
     }
 
 
@@ -204,15 +258,20 @@ def _fix_data(fix: Fix) -> dict[str, Any]:
     return {"words": fix.words, "sets": sets, "tier": fix.cost[0], "peak": fix.peak, "host": fix.host, "step": fix.step_seconds}
 
 
+OTHER_MODELS = ("shape", "gpu", "reward_model", "teacher", "critic")
+"""Fields of a job that JSON shows by name, or not at all."""
+
+
 def job_data(job: Job) -> dict[str, Any]:
     """The job as JSON."""
     shape, gpu = job.shape, job.gpu
-    settings = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in ("shape", "gpu", "reward_model", "critic")}
+    settings = {f.name: getattr(job, f.name) for f in fields(job) if f.name not in OTHER_MODELS}
     return {
         "model": {"name": shape.name, "parameters": shape.parameters, "layers": shape.layers, "width": shape.width},
         "gpu": {"name": gpu.name, "memory": gpu.memory, "flops": gpu.flops, "bandwidth": gpu.bandwidth},
         **settings,
         "reward_model": job.reward_model.name if job.reward_model else None,
+        "teacher": job.teacher.name if job.teacher else None,
     }
 
 

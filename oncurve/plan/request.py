@@ -17,7 +17,7 @@ from oncurve.plan.model_table import find_shape
 from oncurve.recipe.defaults import rewards_for_stage
 from oncurve.recipe.schema.model import Lora, Model
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Dpo, Grpo, Ppo, RewardModel, RolloutStage, Sft, Stage, Trpo
+from oncurve.recipe.schema.stages import SELF, Distil, Dpo, Grpo, Ppo, RewardModel, RolloutStage, Sft, Stage, Trpo
 
 PROMPT_TOKENS = 256
 """Tokens of a prompt if neither the task nor the user gives a length."""
@@ -63,7 +63,7 @@ def _checked(job: Job) -> Job:
         raise ModelError(
             job.shape.name,
             f"a prompt of {job.prompt_tokens} tokens and {job.new_tokens} new ones don't fit",
-            because=f"the model addresses {room} positions",
+            because=f"the model has {room} positions",
             fix="use fewer tokens, or a model with a longer context",
         )
     if job.quantise is not None and job.lora_rank is None:
@@ -83,7 +83,8 @@ def job_of_stage(recipe: Recipe, stage: Stage, gpu: Gpu, prompt_tokens: int, alp
     if recipe.scale.ranks > 1:
         scale = recipe.scale
         base = replace(base, gpus=scale.ranks, sharding=scale.shard, gather=scale.gather, tensor=scale.tensor)
-    return _checked(replace(base, reward_model=_reward_model(recipe, stage, shape)))
+    teacher, on_cpu = _teacher(recipe, stage)
+    return _checked(replace(base, reward_model=_reward_model(recipe, stage, shape), teacher=teacher, teacher_on_cpu=on_cpu))
 
 
 def _adapter(model: Model) -> dict[str, Any]:
@@ -143,6 +144,7 @@ def _of_policy_gradient(stage: Grpo | Ppo, shape: ModelShape, gpu: Gpu, prompt_t
         minibatches=stage.minibatches,
         beta=stage.kl.beta,
         reference_on_cpu=stage.kl.on_cpu,
+        mixes_reference=stage.kl.refresh_mix != 1,
     )
 
 
@@ -165,8 +167,20 @@ def _of_pairs(stage: Dpo, shape: ModelShape, gpu: Gpu, prompt_tokens: int) -> Jo
     return replace(_of_examples(stage, shape, gpu, prompt_tokens), reference_free=stage.loss == "simpo")
 
 
+def _teacher(recipe: Recipe, stage: Stage) -> tuple[ModelShape | None, bool]:
+    """The largest teacher with weights of its own, and whether they are in CPU memory. An endpoint, the policy itself and the
+    base of a LoRA policy have none."""
+    if not isinstance(stage, Distil):
+        return None, False
+    base = recipe.model.source if recipe.model.lora is not None else None
+    own = [t for t in stage.all_teachers if t.base_url is None and t.model not in (SELF, base)]
+    shapes = [(find_shape(t.model), t.on_cpu) for t in own]
+    return max(shapes, key=lambda pair: pair[0].parameters, default=(None, False))
+
+
 JOBS: Mapping[type[Stage], Callable[[Any, ModelShape, Gpu, int], Job]] = {
     Grpo: _of_policy_gradient,
+    Distil: _of_policy_gradient,
     Ppo: _of_policy_gradient,
     Trpo: _of_rollout,
     Sft: _of_examples,

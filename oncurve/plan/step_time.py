@@ -78,6 +78,9 @@ def seconds_of(job: Job) -> Seconds:
         swaps = job.reference_on_cpu and job.holds_reference  # three transfers: policy and reference are swapped
         moved = 3 * job.dtype_bytes * job.shape.parameters / rates.of.host_link if swaps else 0
         phases["reference"] = pass_seconds(job.shape, job, rates, backward=False) + moved
+    if job.teacher:
+        moved = job.dtype_bytes * job.teacher.parameters / rates.of.host_link if job.teacher_on_cpu else 0
+        phases["teacher"] = pass_seconds(job.teacher, job, rates, backward=False) + moved
     phases["update"] = _update(job, rates)
     critic = job.critic_shape
     if critic:

@@ -1,1 +1,1 @@
-"""Recipes: what a run is to do, in TOML."""
+"""Recipes: TOML files that describe a run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from oncurve.objective_specs import DEFAULT_KL_ESTIMATOR, AdvantageScale, Baseline, KlEstimator, KlPlace
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward, Task
-from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Stage, Trpo
+from oncurve.recipe.schema.stages import Grpo, Ppo, RolloutStage, Stage, StageBase, Trpo
 from oncurve.rng import derive_seed
 
 
@@ -27,13 +27,16 @@ OFF_POLICY_IMPORTANCE_CAP = 2.0
 def with_importance_cap(recipe: Recipe) -> tuple[Stage, ...]:
     """The stages, with truncated importance sampling turned on if sampler and learner are not the same policy.
 
-    With `scale.engine = "vllm"` or staleness, tokens are weighted by min(π_learner/π_sampler, 2), unless the stage sets
-    `importance_cap` or `mismatch_limit`.
+    With `scale.engine = "vllm"`, staleness or `carry_over`, tokens are weighted by min(π_learner/π_sampler, 2), unless the
+    stage sets `importance_cap`, `mismatch_limit` or `correction`.
     """
-    if recipe.scale.engine == "native" and not recipe.scale.max_staleness:
-        return recipe.stages
+    differs = recipe.scale.engine != "native" or recipe.scale.max_staleness > 0
+
+    def is_corrected(stage: Stage) -> bool:
+        return stage.needs_importance_cap and (differs or (isinstance(stage, Grpo) and stage.carry_over > 0))
+
     return tuple(
-        stage.model_copy(update={"importance_cap": OFF_POLICY_IMPORTANCE_CAP}) if stage.needs_importance_cap else stage
+        stage.model_copy(update={"importance_cap": OFF_POLICY_IMPORTANCE_CAP}) if is_corrected(stage) else stage
         for stage in recipe.stages
     )
 
@@ -42,18 +45,31 @@ def seed_for_stage(recipe: Recipe, stage: Stage) -> int:
     """The seed of a stage's prompts and samples: the recipe's, except for the second and later stages that sample, which would
     repeat the first one's prompts and random numbers.
 
-    It depends on the stage's place and not on its name or type: `oncurve compare` gives every algorithm the same samples.
+    It depends on the stage's position and not on its name or type, so that in `oncurve compare` all algorithms get the same
+    prompts and random numbers.
     """
     names = [other.label for other in recipe.rollout_stages]
     place = names.index(stage.label) if stage.samples else 0
     return derive_seed(recipe.seed, f"stage/{place}") if place else recipe.seed
 
 
-def task_for_stage(recipe: Recipe, stage: Stage) -> Task:
+def task_for_stage(recipe: Recipe, stage: StageBase) -> Task:
     """The stage's own task, else the recipe's."""
     return stage.task or recipe.task
 
 
 def rewards_for_stage(recipe: Recipe, stage: RolloutStage) -> tuple[Reward, ...]:
-    """The stage's own rewards, else the recipe's."""
-    return recipe.rewards if stage.rewards is None else stage.rewards
+    """The stage's own rewards, else the recipe's. Agents report their reward themselves if there are none."""
+    rewards = recipe.rewards if stage.rewards is None else stage.rewards
+    return rewards or (REPORTED if task_for_stage(recipe, stage).type == "agent" else ())
+
+
+REPORTED = (Reward(type="reported"),)
+"""The default rewards of agents."""
+
+
+def mixed_tasks(task: Task) -> tuple[str, ...]:
+    """The names of the tasks of a `mix`; none of any other task."""
+    entries = task.options.get("mix", ()) if task.type == "mix" else ()
+    tables = entries if isinstance(entries, list | tuple) else ()
+    return tuple(str(entry.get("name") or entry.get("type")) for entry in tables if isinstance(entry, dict))

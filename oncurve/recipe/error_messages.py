@@ -141,7 +141,7 @@ class FieldError:
         if key is None:
             return "it has no default", f"add {name}"
         section = next((part for part in self.loc if part in EXAMPLES), None)
-        example = EXAMPLES[str(section)] if name == "type" and section else f"…, {_with_article(key.kind)}"
+        example = EXAMPLES[str(section)] if name == "type" and section else f"… ({_with_article(key.kind)})"
         return f"it has no default: {_uncapitalise(key.summary)}", f"add {name} = {example}"
 
     def _recipe_key(self) -> RecipeKey | None:

@@ -25,7 +25,25 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 def load_recipe(path: Path | str, sets: Sequence[str] = ()) -> Recipe:
     """Read a recipe file, or a built-in recipe by its name, and apply the ``--set`` changes."""
-    return parse_recipe(read_toml(find_recipe(Path(path))), sets)
+    file = find_recipe(Path(path))
+    data = read_toml(file)
+    return parse_recipe(data if file == Path(path) else _find_own_files(data, file.parent.parent), sets)
+
+
+def _find_own_files(value: Any, root: Path) -> Any:
+    """A built-in recipe's tables with the paths of its own files (`recipes/…`, below ``root``), so that it runs in any folder.
+
+    Files of the current folder come first: in a checkout the recipe stays as it is.
+    """
+    if isinstance(value, Mapping):
+        return {key: _find_own_files(item, root) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_find_own_files(item, root) for item in value]
+    if isinstance(value, str) and value.startswith("recipes/"):
+        file = value.partition(":")[0]  # of recipes/rewards.py:function too
+        if not Path(file).exists() and (root / file).exists():
+            return str(root / value)
+    return value
 
 
 SMOKE_STEPS = 2
@@ -121,7 +139,7 @@ def _flatten(value: Any, key: str) -> dict[str, Any]:
         return {k: v for name, item in value.items() for k, v in _flatten(item, f"{key}.{name}" if key else name).items()}
     if isinstance(value, list) and value and all(isinstance(item, Mapping) for item in value):
         prefix = "" if key == "stages" else f"{key}."
-        labelled = {prefix + str(item.get("name") or item.get("type")): item for item in value}
+        labelled = {prefix + str(item.get("name") or item.get("type") or i): item for i, item in enumerate(value)}
         return {k: v for label, item in labelled.items() for k, v in _flatten(item, label).items()}
     return {key: value}
 
@@ -173,6 +191,8 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError(
             str(path), "a YAML file", because="recipes are TOML", fix="for a TRL config: oncurve recipe from-trl FILE"
         )
+    if not path.is_file():  # but a pipe, for example, which might never end
+        raise RecipeError(str(path), "not a file", because="a recipe is one TOML file", fix="check the path")
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -213,7 +233,7 @@ def _toml_fix(reason: str, line: str) -> str:
         return 'write key = value; text goes in "quotes"'
     if "Unescaped '\\'" in reason:
         return "put text with backslashes in single quotes"
-    return "fix this line: key = value, [section] or [[list]]; text in quotes, true and false in lower case"
+    return "correct this line: key = value, [section] or [[list]]; text in quotes, true and false in lower case"
 
 
 def apply_sets(data: Mapping[str, Any], sets: Sequence[str]) -> dict[str, Any]:
@@ -306,7 +326,12 @@ def _by_label(entries: Any) -> dict[str, dict[str, Any]]:
 def _unknown_first_part(parts: Sequence[str], stages: Mapping[str, Any]) -> RecipeError:
     where = ".".join(parts)
     if parts[0] == "stages":
-        because, fix = "a stage's keys are set by its name", f"write --set {'.'.join(parts[1:])}=…"
+        names, named = list(stages), parts[1]
+        if named.isdecimal() and int(named) < len(names):
+            named = names[int(named)]
+        because = "a stage's keys are set by its name" + ("" if named in stages else did_you_mean(named, names))
+        keys = ".".join(parts[2:]) or "KEY"
+        fix = f"write --set {named}.{keys}=…" if named in stages else f"start with one of {', '.join(names)}: NAME.{keys}=…"
         return RecipeError(where, "--set", because=because, fix=fix)
     known = [*(key for key in Recipe.model_fields if key != "stages"), *stages]
     because = f"this recipe has no section and no stage '{parts[0]}'{did_you_mean(parts[0], known)}"

@@ -16,7 +16,7 @@ from oncurve.objective_specs import BUILT_IN_OBJECTIVES, OBJECTIVE_SPECS
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Advantage, Optimiser
-from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, Ppo, RolloutStage, Trpo
+from oncurve.recipe.schema.stages import Distil, Grpo, PolicyGradientStage, Ppo, RolloutStage, Trpo
 from oncurve.recipe.validate import check_recipe
 
 MAX_STEPS_FACTOR = 50
@@ -30,7 +30,7 @@ def base_stage(recipe: Recipe) -> RolloutStage:
     raise RecipeError(
         "stages",
         "no stage that samples",
-        because="a comparison gives every algorithm the same samples and rewards to learn from",
+        because="a comparison gives every algorithm the same prompts and rewards to learn from",
         fix="compare a recipe with a stage of type grpo, ppo or trpo",
     )
 
@@ -80,7 +80,7 @@ def _with_objective(name: str, **changes: Any) -> Callable[[RolloutStage], Rollo
             values |= {"updates_per_step": 1, "minibatches": 1}
         if "kl" in values:
             values["kl"] = values["kl"].model_copy(update={"where": None, "estimator": None})
-        return Grpo.model_validate(values | {"length_budget": None})
+        return Grpo.model_validate(values | {"length_budget": None, "dro_tau": None})
 
     return convert
 
@@ -115,16 +115,22 @@ def learning_passes(stage: RolloutStage, tries: float = 1.0) -> PassCounts:
 
 
 def _surrogate_passes(stage: PolicyGradientStage, tries: float) -> PassCounts:
-    forward = stage.updates_per_step + (stage.minibatches > 1)
+    forward = stage.updates_per_step + (stage.minibatches > 1) + (stage.entropy.top_share < 1)
     if stage.kl.beta:
         forward += 1 + 2 * (stage.kl_place == "reward")
     return PassCounts(forward, stage.updates_per_step)
 
 
+def _distil_passes(stage: Distil, tries: float) -> PassCounts:
+    """The teacher's forward pass counts as one of the policy's size."""
+    passes = _surrogate_passes(stage, tries)
+    return PassCounts(passes.forward + 1, passes.backward)
+
+
 def _ppo_passes(stage: Ppo, tries: float) -> PassCounts:
     """The critic adds a forward pass for the old values, and its own updates."""
     policy = _surrogate_passes(stage, tries)
-    return PassCounts(policy.forward + 1 + stage.updates_per_step, 2 * policy.backward)
+    return PassCounts(policy.forward + 1 + stage.critic_passes, policy.backward + stage.critic_passes)
 
 
 def _trpo_passes(stage: Trpo, tries: float) -> PassCounts:
@@ -135,6 +141,7 @@ def _trpo_passes(stage: Trpo, tries: float) -> PassCounts:
 
 LEARNING_PASSES: Mapping[type[RolloutStage], Callable[[Any, float], PassCounts]] = {
     Grpo: _surrogate_passes,
+    Distil: _distil_passes,
     Ppo: _ppo_passes,
     Trpo: _trpo_passes,
 }

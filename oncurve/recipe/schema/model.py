@@ -26,6 +26,9 @@ class TinyModel(Section):
     """Width of the gated MLP; 3 × `width` is usual for small models."""
     context: PositiveInt = 512
     """Maximum number of positions."""
+    chat: bool = False
+    """Give the tokenizer a chat template, for tasks with messages or tools: a line `role: content` for each message that the
+    model did not write. The tags of tool calls are then one token each."""
 
     @model_validator(mode="after")
     def _check_heads(self) -> TinyModel:
@@ -66,8 +69,10 @@ class Model(Section):
     """QLoRA: hold the frozen base model in 4 or 8 bits (bitsandbytes); needs `lora`."""
     tiny: TinyModel = TinyModel()
     """The shape of the built-in model; used only if `source` is `tiny`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights, which sampler and learner share. With bfloat16 the optimiser keeps float32 master weights."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Precision of the weights, which sampler and learner share. In 16 bits the optimiser keeps float32 master weights.
+    `float16` is for GPUs without bfloat16 (before Ampere): the loss is scaled, and an update whose gradient overflows is
+    skipped; it has been tested on CPUs only."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto` uses a GPU if there is one."""
     compiled: bool = True

@@ -43,6 +43,8 @@ class Reward(Section):
     """Name of the aspect in tables and in `--set rewards.NAME.key=value`. Unset: its type."""
     weight: float = 1.0
     """Weight in the total. 0: recorded, not trained on."""
+    task: str | None = None
+    """With the task `mix`: score only the prompts of the task of this name. Unset: those of all."""
 
     @property
     def label(self) -> str:
@@ -60,8 +62,8 @@ class Sampling(Section):
     temperature: NonNegative = 1.0
     """1 samples the policy itself, which the formulas assume. 0 is greedy, for evaluation only."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling: keep the most likely tokens up to this probability mass, of what `top_k` leaves. 1 keeps all; training
-    on a truncated distribution is biased."""
+    """Nucleus sampling: keep the most likely tokens up to this probability mass, of what `top_k` leaves. 1 keeps all. grpo and
+    ppo train the truncated policy: the learner renormalises its log-probs over the tokens that were kept."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -78,12 +80,18 @@ class Sampling(Section):
         if self.min_new_tokens > self.max_new_tokens:
             because = f"max_new_tokens is {self.max_new_tokens}, so no completion could end"
             raise conflict("min_new_tokens", self.min_new_tokens, because=because, fix=f"use {self.max_new_tokens} or less")
+        if "" in self.stop:
+            because = "every text contains the empty string, so each completion would end after its first token"
+            raise conflict("stop", list(self.stop), because=because, fix='name the texts that end a completion: ["\\n"]')
         return self
 
     @property
     def truncates(self) -> bool:
         """Whether top-k, top-p or min-p truncate the distribution."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+Draft = Literal["auto", "group", "own", "off"]
 
 
 class Engine(Section):
@@ -97,6 +105,12 @@ class Engine(Section):
     pool_share: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.8
     """On a GPU: largest fraction of the free memory that the KV cache may use while sampling. The learner gets it back
     afterwards."""
+    draft: Draft = "auto"
+    """Speculative sampling without a draft model: the engine finds an earlier occurrence of the completion's last tokens,
+    drafts the tokens that followed it, and verifies them in the same pass. A drafted token is accepted only if it is the token
+    that is sampled anyway. `own` searches the prompt and the completion; `group` also searches the other completions of the
+    group and the prompt's last answers. `auto` is `group` for models that C decodes, where drafts use rows that are computed in
+    any case, and `off` on a GPU and in torch."""
 
 
 class Guard(Section):
@@ -189,9 +203,56 @@ class Kl(Section):
     """Weight each token's KL by its ratio, which makes it unbiased also for μ > 1."""
     refresh_every: Count = 0
     """Iterative GRPO: the reference becomes the current policy every N steps; 0: never."""
+    refresh_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Fraction of the policy in a refreshed reference; the rest is the reference before. With `refresh_every = 1` and 0.01 the
+    reference is an exponential mean of the policy's weights over about 100 steps. 1: it becomes the policy."""
     on_cpu: bool = False
     """Keep the reference's weights in CPU memory, and swap them with the policy's for its forward pass. This saves a second
     copy on the GPU and costs two transfers per step. With LoRA there is no second copy anyway."""
+
+
+class EntropyControls(Section):
+    """Controls that keep the policy's entropy from collapsing. Tokens are selected among all loss tokens of a step, before its
+    first update; a token that is left out still counts in the totals."""
+
+    top_share: Share = 1.0
+    """Top-entropy tokens: only this fraction of the tokens, those of highest entropy, is in the surrogate (arXiv 2506.01939
+    uses 0.2). It costs a forward pass. 1: all."""
+    clip_cov: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Clip-cov: leave this fraction of the tokens out of the surrogate, at least one, chosen at random among those whose
+    covariance of advantage and log-prob is within `clip_cov_range` (arXiv 2505.22617 uses 0.0002). Unset: none."""
+    clip_cov_range: tuple[float, float] = (1.0, 5.0)
+    """With `clip_cov`: the covariances from which tokens are chosen."""
+    kl_cov: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """KL-cov: penalise |log ratio| at this fraction of the tokens, those of highest covariance, at least one (arXiv 2505.22617
+    uses 0.0002 to 0.002). It needs more than one update per step, because the ratio is 1 before. Unset: none."""
+    kl_cov_weight: PositiveFloat = 1.0
+    """With `kl_cov`: weight of the penalty."""
+    target: PositiveFloat | None = None
+    """Adaptive entropy bonus (arXiv 2505.22312): a target in nats per token. After each step `entropy_bonus`, which is then its
+    first value, grows by `bonus_step` if the entropy is at or below the target, else it falls; it is applied only while the
+    entropy is at or below the target. Unset: the bonus is fixed."""
+    bonus_step: PositiveFloat = 0.005
+    """With `target`: change of the bonus after a step."""
+    max_bonus: PositiveFloat = 1.0
+    """With `target`: the largest bonus; the smallest is 0."""
+
+    @property
+    def selects_tokens(self) -> bool:
+        return self.top_share < 1 or self.clip_cov is not None or self.kl_cov is not None
+
+    @model_validator(mode="after")
+    def _check_unused(self) -> EntropyControls:
+        if self.clip_cov_range[0] >= self.clip_cov_range[1]:
+            because = "no covariance lies between the bounds"
+            raise conflict("clip_cov_range", list(self.clip_cov_range), because=because, fix="use [1, 5]")
+        owners = {"clip_cov_range": "clip_cov", "kl_cov_weight": "kl_cov", "bonus_step": "target", "max_bonus": "target"}
+        for key, owner in owners.items():
+            value = getattr(self, key)
+            if getattr(self, owner) is None and value != type(self).model_fields[key].default:
+                shown = list(value) if isinstance(value, tuple) else value
+                raise conflict(key, shown, because=f"it belongs to {owner}, which is not set", fix=f"set {owner}, or remove it")
+        return self
 
 
 class Advantage(Section):
@@ -200,14 +261,20 @@ class Advantage(Section):
     scale: AdvantageScale | None = Field(
         default=None,
         description="Divide by the group's std (GRPO), by one std over the batch, or by nothing (Dr. GRPO). `whiten` "
-        "normalises the advantages of all tokens of the step to mean 0 and std 1 (REINFORCE++). Unset: the objective's "
-        f"default, which is {defaults_in_words('scale')}.",
+        "normalises the advantages of all tokens of the step to mean 0 and std 1 (REINFORCE++). `mean` divides by the group's "
+        "mean reward (MaxRL), `signal_share` by the fraction of completions in groups with signal (GPG). `per_reward` "
+        "normalises each reward by itself before they are summed (GDPO). Unset: the objective's default, which is "
+        f"{defaults_in_words('scale')}.",
     )
     baseline: Baseline | None = Field(
         default=None,
-        description="Subtract the group's mean, the mean of the others in the group (RLOO), or nothing (REINFORCE). Unset: the "
-        f"objective's default, which is {defaults_in_words('baseline')}.",
+        description="Subtract the group's mean, the mean of the others in the group (RLOO), the mean weighted by length "
+        "(`length_weighted`: OPO), the best of the others (`best_of_others`: pass@k; an advantage is then never negative), or "
+        f"nothing (REINFORCE). Unset: the objective's default, which is {defaults_in_words('baseline')}.",
     )
+    k: Annotated[int, Field(ge=2)] | None = None
+    """k of pass@k, for `baseline = "best_of_others"`: a completion is graded by how much it raises the best of k. Unset: the
+    group's size."""
     eps: PositiveFloat = 1e-4
     """Added to the std."""
 

@@ -19,12 +19,21 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
-from oncurve.objective_specs import OBJECTIVE_SPECS, KlPlace, ObjectiveName, ObjectiveSpec
+from oncurve.objective_specs import (
+    CORRECTIONS,
+    OBJECTIVE_SPECS,
+    CorrectionName,
+    DivergenceName,
+    KlPlace,
+    ObjectiveName,
+    ObjectiveSpec,
+)
 from oncurve.plugins import Registry
 from oncurve.recipe.schema.base import Count, NonNegative, Section, Share, conflict
 from oncurve.recipe.schema.sections import (
     Advantage,
     Clip,
+    EntropyControls,
     Kl,
     Optimiser,
     Overlong,
@@ -178,6 +187,11 @@ class RolloutStage(StageBase):
     samples: ClassVar[bool] = True
 
     @property
+    def records_routing(self) -> bool:
+        """Whether the sampler must record which experts each token took."""
+        return False
+
+    @property
     def spec(self) -> ObjectiveSpec:
         """The objective whose defaults the stage has: GRPO's, unless the stage has a key for it."""
         return OBJECTIVE_SPECS["grpo"]
@@ -208,17 +222,29 @@ class PolicyGradientStage(RolloutStage):
     """Optimiser updates per pass: the step's groups are split into this many mini-batches."""
     entropy_bonus: float = 0.0
     """Weight of the mean token entropy in the objective."""
+    entropy: EntropyControls = EntropyControls()
+    """Controls that keep the policy's entropy from collapsing."""
     mismatch_limit: Annotated[float, Field(gt=1.0)] | None = None
     """Leave a completion out of the surrogate if sampler and learner disagree on it: if the geometric mean of
     π_learner/π_sampler over its tokens is outside 1/limit … limit. It still counts in the totals. Unset: off."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off if the learner itself
-    samples; 2 with `scale.engine = "vllm"` or staleness, unless `mismatch_limit` is set."""
+    samples; 2 with `scale.engine = "vllm"`, staleness or `carry_over`, unless `mismatch_limit` or `correction` is set."""
+    correction: CorrectionName | None = Field(
+        default=None,
+        description="A named correction for a sampler that differs from the learner, instead of `importance_cap` and "
+        "`mismatch_limit`, with w = π_learner/π_sampler: "
+        + "; ".join(f"`{name}`: {c.sentence} ({c.paper})" for name, c in CORRECTIONS.items())
+        + ". What is dropped still counts in the totals. Unset: none.",
+    )
+    off_policy_kl: PositiveFloat | None = None
+    """Off-policy sequence mask (DeepSeek-V3.2): leave tokens of negative advantage out of the surrogate if the mean of log
+    π_sampler − log π over their completion exceeds this (0.5 is usual). They still count in the totals. Unset: off."""
     corrects_stale_samples: ClassVar[bool] = True
 
     @property
     def needs_importance_cap(self) -> bool:
-        return self.importance_cap is None and self.mismatch_limit is None
+        return self.importance_cap is None and self.mismatch_limit is None and self.correction is None
 
     @property
     def kl_place(self) -> KlPlace:
@@ -257,6 +283,48 @@ class Iteration(Section):
     """AdamW of the reward model. Its moments are kept across rounds."""
 
 
+class Curriculum(Section):
+    """Selects prompts by how often the policy solves them, instead of one shuffled epoch after the other.
+
+    A group whose completions are all right or all wrong teaches nothing. Prompts that were sampled before are selected in
+    proportion to p(1 − p), where p is their running pass rate; this needs a verifiable reward. Unseen prompts of a task with
+    levels of difficulty are selected by the pass rate of their level, so that difficulty rises as levels are solved.
+    """
+
+    unseen: Share = 0.25
+    """Fraction of each step's prompts that have not been sampled before, as long as there are any."""
+    memory: Share = 0.5
+    """How much a prompt's earlier results count each time it is sampled again: 1 counts all alike, 0 only the newest."""
+    pools: tuple[NonNegative, NonNegative, NonNegative] | None = None
+    """Weights of hard, medium and easy prompts, instead of p(1 − p). A pool of weight 0 is used if the others are empty."""
+    medium: tuple[Share, Share] = (0.2, 0.8)
+    """With `pools`: pass rates of the medium pool. Prompts below are hard, prompts above are easy."""
+    estimates: str | None = None
+    """A file of first pass rates, written by `oncurve probe RECIPE --estimates FILE`. Unset: none are known."""
+    first_samples: PositiveInt | None = None
+    """Adaptive group size: sample this many completions of each prompt first. The rest of the step's `prompts_per_step ×
+    group_size` completions go to the prompts whose first ones disagree, evenly. Unset: every group has `group_size`."""
+    max_group_size: PositiveInt | None = None
+    """With `first_samples`: the largest group. What no group can take goes to the prompts whose first completions agree. Unset:
+    4 × `group_size`."""
+
+    @model_validator(mode="after")
+    def _check_pools(self) -> Curriculum:
+        if self.medium[0] > self.medium[1]:
+            because, fix = "the lower bound is above the upper one", f"use [{self.medium[1]:g}, {self.medium[0]:g}]"
+            raise conflict("medium", list(self.medium), because=because, fix=fix)
+        if self.pools is None and self.medium != type(self).model_fields["medium"].default:
+            because = "it divides prompts into pools, and pools is not set"
+            raise conflict("medium", list(self.medium), because=because, fix="set pools = [0.1, 1, 0.1], or remove it")
+        if self.pools is not None and not any(self.pools):
+            because = "no prompt would ever be preferred"
+            raise conflict("pools", list(self.pools), because=because, fix="give the medium pool a weight: [0.1, 1, 0.1]")
+        if self.max_group_size is not None and self.first_samples is None:
+            because = "groups have different sizes only if first_samples is set"
+            raise conflict("max_group_size", self.max_group_size, because=because, fix="set first_samples, or remove it")
+        return self
+
+
 def _accept_plugin(value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
     """A built-in objective, or the plug-in of an installed package, which is imported here."""
     if isinstance(value, str) and value not in OBJECTIVE_SPECS.built_in and value in OBJECTIVE_SPECS:
@@ -281,9 +349,29 @@ class Grpo(PolicyGradientStage):
     """With `resample`: rounds of fresh prompts before the step continues with the groups that it has."""
     length_budget: PositiveInt | None = None
     """The constant that dr_grpo divides by. Unset: `sampling.max_new_tokens`."""
+    dro_tau: PositiveFloat | None = None
+    """τ of dro: weight of the squared log-ratio to the old policy. Unset: 1."""
     iterate: Iteration | None = None
     """Iterative GRPO: a reward model that learns from fresh comparisons as the policy changes. Unset: reward models are not
     trained in this stage."""
+    curriculum: Curriculum | None = None
+    """Selects prompts by their pass rate. Unset: prompts come in epochs, each shuffled by (seed, epoch)."""
+    carry_over: Count = 0
+    """A step ends while this many groups are unfinished. They continue in the next step, with its weights: a few long answers
+    don't hold up a step. The run records which weights sampled which token, and `importance_cap` corrects for older ones. The
+    last step finishes all. 0: every step finishes its groups."""
+    routing_replay: bool = False
+    """Mixtures of experts: let each token take the experts in the learner that it took in the sampler, so that their log-probs
+    are of the same function. Routers keep their gradient. Useful in 16 bits, where a router near a tie may choose differently
+    in the two; the choices are recorded and take memory (2 bytes for each token, layer and chosen expert)."""
+    balance_loss: NonNegative = 0.0
+    """Mixtures of experts: weight of the balance loss (Switch Transformer), which keeps the load of experts even; 0.001 is
+    usual. It counts the tokens that the policy sampled."""
+
+    @property
+    def records_routing(self) -> bool:
+        """Whether the sampler must record which experts each token took."""
+        return self.routing_replay or self.balance_loss > 0
 
     @property
     def algorithm(self) -> str:
@@ -302,6 +390,91 @@ class Grpo(PolicyGradientStage):
         return None if self.iterate is None else "trains a second model next to the policy"
 
 
+SELF = "self"
+"""`teacher.model` of a policy that teaches itself."""
+
+
+class Teacher(Section):
+    """A teacher: a model with the policy's vocabulary, an endpoint, or the policy itself with more context."""
+
+    model: str
+    """A folder in Hugging Face format or a hub id; with an address, the model's name at the endpoint. `self`: the policy's own
+    weights, which needs `context`. A LoRA policy and the model that it adapts share their weights."""
+    name: str | None = None
+    """The value of `teacher_column` that selects this teacher. Unset: `model`."""
+    context: str | None = None
+    """The prompt that the teacher reads instead of the policy's, with `{prompt}` and the row's columns in braces, such as
+    `{prompt}\\nHint: {answer}`. `{feedback}` stands for the reasons that the rewards gave for the completion's scores. For
+    chats the context replaces the last message's text. Unset: the policy's prompt."""
+    on_cpu: bool = False
+    """Keep the teacher's weights in CPU memory, and copy them to the GPU for its pass."""
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint that returns log-probs of the prompt (`echo`), such as that of `oncurve serve`:
+    `http://localhost:8000/v1`. Unset: the model runs in this process."""
+    key_env: str = "OPENAI_API_KEY"
+    """Environment variable that holds the endpoint's API key. The key itself is never written to a recipe or a log."""
+    top: Annotated[int, Field(ge=1, le=20)] = 20
+    """Endpoint: log-probs of this many most likely tokens are requested at each position."""
+    request_seconds: PositiveFloat = 120.0
+    """Endpoint: time limit of a request."""
+    retries: Count = 4
+    """Endpoint: retries of a failed request, with growing delays."""
+    at_once: Annotated[int, Field(ge=1)] = 16
+    """Endpoint: number of concurrent requests."""
+
+    @property
+    def label(self) -> str:
+        return self.name or self.model
+
+    @model_validator(mode="after")
+    def _check_self(self) -> Teacher:
+        if self.model == SELF and self.base_url is None and self.context is None:
+            because = "without more context the policy has nothing to teach itself"
+            raise conflict("context", "unset", because=because, fix='set it, such as "{prompt}\\nHint: {answer}"')
+        return self
+
+
+class Distil(Grpo):
+    """Distillation on the policy's own samples (Agarwal et al. 2023): in each step the policy samples, and learns to predict
+    the tokens of its samples as a teacher does; optionally from rewards too.
+
+    The keys of `grpo` apply to the part that learns from rewards.
+    """
+
+    type: Literal["distil"] = "distil"  # type: ignore[assignment]
+    """The stage's type."""
+    teacher: Teacher
+    """The teacher."""
+    teachers: tuple[Teacher, ...] = ()
+    """Further teachers, for rows whose `teacher_column` names them."""
+    teacher_column: str | None = None
+    """Column of the task that names each row's teacher. Unset, or a row without it: `teacher`."""
+    divergence: DivergenceName = "reverse_kl"
+    """Between policy and teacher at each token: `reverse_kl` KL(policy‖teacher), which concentrates on the teacher's likely
+    tokens; `forward_kl` KL(teacher‖policy), which covers all of them; or `jsd` between the two."""
+    jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    """β of jsd: towards 0 it behaves like the forward, towards 1 like the reverse KL."""
+    teach_by: Literal["gradient", "advantage"] = "gradient"
+    """`gradient`: the divergence over the complete vocabulary is a term of the loss. `advantage`: each sampled token gets log
+    π_teacher − log π as an advantage, which needs the teacher's log-prob of that token only."""
+    teacher_weight: PositiveFloat = 1.0
+    """Weight of the divergence, or of the teacher's advantages."""
+    reward_weight: NonNegative = 0.0
+    """Weight of the rewards' advantages. 0: distillation alone; rewards are recorded only."""
+
+    @property
+    def algorithm(self) -> str:
+        return self.type
+
+    @property
+    def all_teachers(self) -> tuple[Teacher, ...]:
+        return (self.teacher, *self.teachers)
+
+    @property
+    def needs_importance_cap(self) -> bool:
+        return bool(self.reward_weight or self.teach_by == "advantage") and super().needs_importance_cap
+
+
 class Critic(Section):
     """The value network, and how it is trained."""
 
@@ -316,6 +489,12 @@ class Critic(Section):
     """Weight of the value loss relative to the policy loss in a shared trunk."""
     warmup_steps: Count = 0
     """First steps of the stage that train only the critic, so that the policy does not learn from an untrained one."""
+    normalise: bool = False
+    """Values are mean + std × the head's output, with mean and std of the rewards of the stage's first step. The critic then
+    starts at the mean reward; otherwise it starts at 0 and has to learn the mean first."""
+    updates_per_step: PositiveInt | None = None
+    """The critic's passes over a step's samples: at least the policy's, and the further ones after the policy's updates. Unset:
+    the policy's."""
 
 
 class Ppo(PolicyGradientStage):
@@ -336,6 +515,11 @@ class Ppo(PolicyGradientStage):
     """The value network."""
 
     @property
+    def critic_passes(self) -> int:
+        """The critic's passes over a step's samples."""
+        return self.critic.updates_per_step or self.updates_per_step
+
+    @property
     def kl_place(self) -> KlPlace:
         return self.kl.where or "reward"
 
@@ -348,6 +532,10 @@ class Ppo(PolicyGradientStage):
         if self.critic.warmup_steps >= self.steps:
             because = f"the stage has {self.steps} steps, so none would train the policy"
             raise conflict("critic.warmup_steps", self.critic.warmup_steps, because=because, fix=f"use less than {self.steps}")
+        if self.critic_passes < self.updates_per_step:
+            because = f"each of the policy's {self.updates_per_step} passes (updates_per_step) trains the critic too"
+            fix = f"use {self.updates_per_step} or more, or remove it"
+            raise conflict("critic.updates_per_step", self.critic.updates_per_step, because=because, fix=fix)
         return self
 
 
@@ -372,7 +560,7 @@ class Trpo(RolloutStage):
     backtracks: PositiveInt = 10
     """Number of times that the line search may shorten the step before the step is skipped."""
     backtrack_by: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """Factor of each shortening."""
+    """Factor by which the line search shortens the step each time."""
 
     @property
     def unsharded_reason(self) -> str:
@@ -387,13 +575,14 @@ class Trpo(RolloutStage):
 
 
 class Dpo(StageBase):
-    """Direct preference optimisation (Rafailov et al. 2023), offline on pairs from a file; IPO and SimPO are variants of its
-    loss."""
+    """Direct preference optimisation (Rafailov et al. 2023), offline on pairs from a file; IPO, SimPO and KTO are variants of
+    its loss."""
 
     type: Literal["dpo"] = "dpo"
     """The stage's type."""
     pairs: str
-    """The file of pairs, one per row: `.jsonl`, `.json` (either with `.gz`) or `.parquet`."""
+    """The file of pairs, one per row: `.jsonl`, `.json` (either with `.gz`) or `.parquet`. With `label_column`: of single
+    completions."""
     prompt: str = "prompt"
     """Column of the prompt: text or a list of messages. Without this column the pairs may be complete dialogues that differ in
     the last answer, as messages or as `Human: … Assistant: …`."""
@@ -401,18 +590,38 @@ class Dpo(StageBase):
     """Column of the better completion: text or one message."""
     rejected: str = "rejected"
     """Column of the worse completion: text or one message."""
+    label_column: str | None = None
+    """For kto: rows are single completions, and this column is true if the completion is desirable, else false. Unset: rows are
+    pairs."""
+    completion: str = "completion"
+    """With `label_column`: column of the completion: text or one message."""
     chat: bool = False
     """Send text prompts as a user message through the model's chat template; if false, as plain text."""
     steps: PositiveInt = 200
     """Optimiser updates."""
     batch_size: PositiveInt = 32
-    """Pairs per update. They come in epochs, each shuffled by (seed, epoch)."""
-    loss: Literal["dpo", "ipo", "simpo"] = "dpo"
-    """`dpo`; `ipo`, whose squared loss aims at a margin of 1/(2β) and not beyond; or `simpo`, which has no reference."""
+    """Pairs, or single completions, per update. They come in epochs, each shuffled by (seed, epoch)."""
+    loss: Literal["dpo", "ipo", "simpo", "kto"] = "dpo"
+    """`dpo`; `ipo`, whose squared loss aims at a margin of 1/(2β) and not beyond; `simpo`, which has no reference; or `kto`,
+    which grades each completion by itself, against the policy's KL to the reference (a second pass without gradient)."""
     beta: PositiveFloat = 0.1
     """Strength of the pull toward the reference: smaller values let the policy move further. simpo needs 2 or more."""
     margin: NonNegative = 0.5
     """γ, for simpo only: how much better per token the chosen completion must be, in units of 1/β."""
+    desirable_weight: PositiveFloat = 1.0
+    """For kto: weight of desirable completions. The paper keeps this times their number between 1 and 4/3 of the others'."""
+    undesirable_weight: PositiveFloat = 1.0
+    """For kto: weight of undesirable completions."""
+
+    @model_validator(mode="after")
+    def _check_kto(self) -> Dpo:
+        because, fix = f"only kto grades completions one by one, and the loss is {self.loss}", 'remove it, or use loss = "kto"'
+        if self.loss != "kto" and self.label_column is not None:
+            raise conflict("label_column", self.label_column, because=because, fix=fix)
+        for key in ("desirable_weight", "undesirable_weight"):
+            if self.loss != "kto" and getattr(self, key) != 1:
+                raise conflict(key, getattr(self, key), because=because, fix=fix)
+        return self
 
 
 class RewardModel(StageBase):
@@ -536,7 +745,9 @@ class TrainingFree(RolloutStage):
         return "runs on rank 0 only"
 
 
-Stage = Annotated[Sft | Grpo | Ppo | Trpo | Dpo | RewardModel | RejectionSample | TrainingFree, Field(discriminator="type")]
+Stage = Annotated[
+    Sft | Grpo | Distil | Ppo | Trpo | Dpo | RewardModel | RejectionSample | TrainingFree, Field(discriminator="type")
+]
 
 STAGE_CLASSES: dict[str, type[StageBase]] = {
     cls.model_fields["type"].default: cls for cls in get_args(get_args(Stage)[0]) if issubclass(cls, StageBase)

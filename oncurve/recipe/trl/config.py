@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,6 +21,14 @@ TRL_OBJECTIVES: dict[tuple[str, str], ObjectiveName] = {
     spec.trl: name for name, spec in BUILT_IN_OBJECTIVES.items() if spec.trl is not None
 }
 """(loss_type, importance_sampling_level) → the objective with the same loss."""
+
+
+DATA_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz)?", re.IGNORECASE)
+
+
+def is_hub_dataset(name: str) -> bool:
+    """Whether a data set's name is OWNER/NAME of the hub, and not a file or folder of this machine."""
+    return re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) is not None and not DATA_FILE.fullmatch(name) and not Path(name).exists()
 
 
 class NoCounterpart(Exception):

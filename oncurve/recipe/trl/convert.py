@@ -18,7 +18,7 @@ from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.keys import field_at_location, toml_value
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import BUILT_IN_SINKS
-from oncurve.recipe.trl.config import NoCounterpart, TrlConfig
+from oncurve.recipe.trl.config import NoCounterpart, TrlConfig, is_hub_dataset
 from oncurve.recipe.trl.options import TRL_OPTIONS
 
 BOXED = {"type": "math", "take": "boxed", "column": "solution"}
@@ -83,7 +83,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(str(path), "can't be read", because=str(error), fix="give a YAML text file") from None
     except yaml.YAMLError as error:
-        raise DataError(str(path), "not YAML", because=" ".join(str(error).split()), fix="fix that line of the file") from None
+        raise DataError(
+            str(path), "not YAML", because=" ".join(str(error).split()), fix="correct that line of the file"
+        ) from None
     if not isinstance(options, dict):
         shape = {list: "a list", str: "plain text", type(None): "an empty file"}.get(type(options), "a single value")
         raise DataError(str(path), shape, because="a TRL config is a mapping of options", fix="write `option: value` lines")
@@ -245,6 +247,14 @@ def _differences(config: TrlConfig) -> Iterator[ConversionNote]:
         yield ConversionNote(
             "dataset_name", None, "TRL takes the data set in Python: save it as JSONL and set its path in [task]"
         )
+    elif is_hub_dataset(str(options["dataset_name"])):
+        wanted = "".join(
+            f", of {what} {options[name]}"
+            for name, what in (("dataset_config", "config"), ("dataset_train_split", "split"))
+            if name in options
+        )
+        text = f"a recipe reads one file: write its path in the data set instead of FILE in task.path{wanted}"
+        yield ConversionNote("dataset_name", options["dataset_name"], text)
 
 
 def _unsupported(config: TrlConfig) -> Iterator[ConversionNote]:
@@ -253,7 +263,7 @@ def _unsupported(config: TrlConfig) -> Iterator[ConversionNote]:
         if option is None:
             reason = REMOVED.get(name) or f"TRL 1.16 has no such option{did_you_mean(name, TRL_OPTIONS)}"
             yield ConversionNote(name, value, reason)
-        elif option.key is None and not (name == "multi_objective_aggregation" and value == "sum_then_normalize"):
+        elif option.key is None:
             yield ConversionNote(name, value, f"no counterpart: {option.remark}")
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from oncurve.objective_specs import OBJECTIVE_SPECS
-from oncurve.recipe.trl.config import TRL_TABLE, NoCounterpart, TrlConfig
+from oncurve.recipe.trl.config import TRL_TABLE, NoCounterpart, TrlConfig, is_hub_dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +70,8 @@ def _clip_dual(config: TrlConfig, option: str) -> float | None:
 
 
 def _advantage_scale(config: TrlConfig, option: str) -> str | None:
+    if config.value("multi_objective_aggregation") == "normalize_then_sum":
+        return "per_reward"
     value = str(config.value("scale_rewards"))
     scale = {"True": "group", "False": "none", "true": "group", "false": "none"}.get(value, value)
     is_default = scale == OBJECTIVE_SPECS[config.objective].scale
@@ -86,6 +88,16 @@ def _refresh_every(config: TrlConfig, option: str) -> int | None:
     if config.number("beta") == 0:
         raise NoCounterpart("with beta = 0 there is no reference to refresh")
     return config.in_steps("ref_model_sync_steps")
+
+
+def _refresh_mix(config: TrlConfig, option: str) -> float | None:
+    return config.number(option) if config.boolean("sync_ref_model") and config.number("beta") > 0 else None
+
+
+def _adaptive_entropy(config: TrlConfig, option: str) -> float | None:
+    if not config.boolean("use_adaptive_entropy"):
+        return None
+    return None if config.value(option) is None else config.number(option)
 
 
 def _schedule(config: TrlConfig, option: str) -> str:
@@ -119,10 +131,11 @@ def _betas(config: TrlConfig, option: str) -> list[float] | None:
 
 
 def _dtype(config: TrlConfig, option: str) -> str:
-    if config.value("dtype") in ("float32", "bfloat16"):
+    if config.value("dtype") in ("float32", "bfloat16", "float16"):
         return str(config.value("dtype"))
-    bf16 = not config.boolean("fp16") if config.value("bf16") is None else config.boolean("bf16")
-    return "bfloat16" if bf16 else "float32"
+    if config.boolean("fp16"):
+        return "float16"
+    return "bfloat16" if config.value("bf16") is None or config.boolean("bf16") else "float32"
 
 
 def _save_every(config: TrlConfig, option: str) -> int:
@@ -190,6 +203,12 @@ def _vllm_tensor(config: TrlConfig, option: str) -> None:
         raise NoCounterpart('read with vLLM only: if you set scale.engine = "vllm", set scale.vllm_tensor to it')
 
 
+def _data_file(config: TrlConfig, option: str) -> str | None:
+    """A file as it is. A data set of the hub (OWNER/NAME) has several: the note says to name one."""
+    name = None if config.value(option) is None else str(config.value(option))
+    return f"hf://datasets/{name}/FILE" if name is not None and is_hub_dataset(name) else name
+
+
 def parse_table(value: Any) -> dict[str, Any]:
     """A dict, which TRL's command line also takes as JSON text."""
     if isinstance(value, str):
@@ -205,12 +224,14 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "number": _optional(TrlConfig.number),
     "integer": _optional(TrlConfig.integer),
     "boolean": _optional(TrlConfig.boolean),
+    "adaptive_entropy": _adaptive_entropy,
     "advantage_scale": _advantage_scale,
     "betas": _betas,
     "checkpointing": _optional(_checkpointing),
     "clip_dual": _clip_dual,
     "clip_high": _clip_high,
     "clip_low": _clip_low,
+    "data_file": _data_file,
     "device": lambda config, option: "cpu" if config.boolean(option) else None,
     "dtype": _dtype,
     "engine": _engine,
@@ -225,6 +246,7 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "quantise": _quantise,
     "ratio_weighted": _ratio_weighted,
     "refresh_every": _refresh_every,
+    "refresh_mix": _refresh_mix,
     "save_every": _save_every,
     "schedule": _schedule,
     "steps": _steps,
