@@ -14,7 +14,7 @@ function files(folder) {
     .flatMap((entry) => (entry.isDirectory() ? files(join(folder, entry.name)) : [join(folder, entry.name)]));
 }
 
-const sources = [...files(web), join(root, "examples", "grpo_in_50_lines.py")]
+const sources = [...files(web), join(root, "examples", "grpo_in_50_lines.py"), join(root, "docs", "troubleshooting.md")]
   .map((path) => relative(root, path).split(sep).join("/"))
   .sort();
 const hash = createHash("sha256");

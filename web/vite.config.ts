@@ -4,7 +4,7 @@ import { defineConfig, type Plugin } from "vite";
 /** The fonts that our formulas use. KaTeX ships twenty, each in three formats; a current browser needs only woff2. */
 const FACES = /KaTeX_(Main-Regular|Math-Italic|AMS-Regular|Size[1-4]-Regular)\.woff2/;
 
-function fewerFonts(): Plugin {
+export function fewerFonts(): Plugin {
   return {
     name: "fewer-fonts",
     enforce: "pre",

@@ -29,11 +29,12 @@ POLICY = "; ".join(
         "connect-src 'self'",
         "base-uri 'none'",
         "form-action 'none'",
-        "frame-ancestors 'none'",
     )
 )
+NO_FRAMES = "frame-ancestors 'none'"
+LOCAL_FRAMES = "frame-ancestors http://127.0.0.1:* http://localhost:*"
+"""Whose pages may show the studio in a frame: nobody's, or those of a notebook server on this machine."""
 HEADERS = {
-    "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-opener-policy": "same-origin",
@@ -42,10 +43,12 @@ HEADERS = {
 
 
 class StudioGuard:
-    """Middleware that checks each request. ``token`` is set if other users or machines can reach the server."""
+    """Middleware that checks each request. ``token`` is set if other users or machines can reach the server; ``embedded`` lets
+    a notebook on this machine show the studio in a frame."""
 
-    def __init__(self, app: ASGIApp, token: str | None = None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None = None, *, embedded: bool = False) -> None:
         self.app, self.token = app, token
+        self.headers = {**HEADERS, "content-security-policy": f"{POLICY}; {LOCAL_FRAMES if embedded else NO_FRAMES}"}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -55,7 +58,7 @@ class StudioGuard:
         async def send_guarded(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                for name, value in self.headers.items():
                     headers[name] = value
                 headers.setdefault("cache-control", "no-store")
             await send(message)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
+import math
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +32,14 @@ def curves(run: RunFolder) -> dict[str, Any]:
         return {
             "run": run.name,
             "stages": [
-                {"name": s.name, "type": s.type, "done": s.done, "steps": s.steps, "metrics": _metrics(store, s.name)}
+                {
+                    "name": s.name,
+                    "type": s.type,
+                    "done": s.done,
+                    "steps": s.steps,
+                    "metrics": _metrics(store, s.name),
+                    "axes": axes(store, s.name),
+                }
                 for s in stages
             ],
             "evals": evals_data(store),
@@ -43,6 +52,27 @@ def _metrics(store: StudioQueries, stage: str) -> dict[str, Any]:
         points = downsample(store.metric(name, stage), MAX_POINTS)
         metrics[name] = {"steps": [step for step, _ in points], "values": [finite(value) for _, value in points]}
     return metrics
+
+
+AXES = ("samples", "tokens", "seconds")
+
+
+def axes(store: StudioQueries, stage: str) -> dict[str, Any]:
+    """Other x axes than the step: completions, tokens and seconds since the stage began, each at the end of a step.
+
+    An axis whose numbers are not recorded for every step is left out. Long ones are thinned evenly; a page interpolates.
+    """
+    rows = store.progress(stage)
+    every = -(-len(rows) // MAX_POINTS) or 1
+    found = {}
+    for name in AXES:
+        increments = [row[name] for row in rows]
+        if not increments or any(value is None or not math.isfinite(value) for value in increments):
+            continue
+        sums = list(itertools.accumulate(increments))
+        chosen = sorted({*range(0, len(rows), every), len(rows) - 1})
+        found[name] = {"steps": [rows[i]["step"] for i in chosen], "values": [sums[i] for i in chosen]}
+    return found
 
 
 def evals_data(store: StudioQueries) -> list[dict[str, Any]]:
@@ -81,7 +111,7 @@ class Follower:
     last: str = ""
 
     def begin(self) -> None:
-        """Takes the present state as already sent."""
+        """Takes the current state as already sent."""
         try:
             run = find_run(self.runs_dir, self.name)
             with open_reader(run) as store:
@@ -119,9 +149,16 @@ class Follower:
                 self.done = {s.name: s.done for s in stages}
                 return [("reset", {"run": self.name})]
             for stage in stages:
-                for step in range(self.done.get(stage.name, 0) + 1, stage.done + 1):
-                    metrics = finite_values(store.metrics_of(stage.name, step))
-                    data = {"run": self.name, "stage": stage.name, "type": stage.type, "step": step, "metrics": metrics}
+                known = self.done.get(stage.name, 0)
+                for row in store.progress(stage.name, known) if stage.done > known else ():
+                    data = {
+                        "run": self.name,
+                        "stage": stage.name,
+                        "type": stage.type,
+                        "step": row["step"],
+                        "metrics": finite_values(store.metrics_of(stage.name, row["step"])),
+                        "axes": {name: finite(row[name]) for name in AXES},
+                    }
                     events.append(("step", data))
                 self.done[stage.name] = stage.done
             evals = evals_data(store)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import sqlite3
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,21 +18,25 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from oncurve.errors import OncurveError, RunError
+from oncurve.objective_specs import AdvantageScale, Baseline
 from oncurve.recipe.defaults import advantage_settings, kl_settings
 from oncurve.recipe.schema.stages import Grpo, Ppo, Trpo
-from oncurve.records import Aspect, Completion, Floats, Prompt, ScoredCompletion, TokenStats
+from oncurve.records import Aspect, Completion, EpisodeRecord, Floats, Prompt, ScoredCompletion, TokenStats, ToolCall
 from oncurve.runs.database import row_codec
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.views import aspect_view, completion_view, finite, finite_values, json_text
-from oncurve.studio.open_run import open_reader, recipe_of
+from oncurve.studio.open_run import open_reader
 from oncurve.studio.queries import CompletionFilter, CompletionPage, StudioQueries
 from oncurve.tasks.base import TAGS
+from oncurve.trust import load_recipe_of
 
 KL_STEPS = 5
 """Steps of highest KL that are searched for the completions of highest KL."""
 EXCERPT = 280
 """Characters of a text in a list."""
+EPISODE_TEXT = 4000
+"""Characters of a tool call's arguments and of its result."""
 TOKENIZER = "tokenizer.json"
 CHARACTERS = re.compile("|".join(map(re.escape, TAGS)) + r"|[\s\S]")
 
@@ -79,8 +85,11 @@ def cell_text(cell: str | bytes | None) -> str:
 
 
 def _prompt_excerpt(row: sqlite3.Row) -> str:
-    """The start of a prompt: of its text, or of its messages as JSON."""
-    return cell_text(row["messages"] if row["prompt"] is None else row["prompt"])[:EXCERPT]
+    """The start of a prompt: of its text, or of the last thing that the user says in a conversation."""
+    if row["prompt"] is not None:
+        return cell_text(row["prompt"])[:EXCERPT]
+    said = [message["content"] for message in json.loads(cell_text(row["messages"])) if message.get("role") == "user"]
+    return (said[-1] if said and isinstance(said[-1], str) else cell_text(row["messages"]))[:EXCERPT]
 
 
 def group_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
@@ -92,7 +101,7 @@ def group_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
                 run.name,
                 f"no group {location.position} at {location.stage} {location.step}",
                 because="it was not recorded",
-                fix="choose one from the list",
+                fix="choose a step and a group of the run",
             )
         scored, rows = group
         tokenizer = tokenizer_of(run)
@@ -126,6 +135,35 @@ def _completion(scored: ScoredCompletion, row: sqlite3.Row, texts: list[str] | N
         "advantage": finite(row["advantage"]),
         "aspects": [aspect_with_steps(aspect) for aspect in scored.aspects],
         "tokens": _tokens(scored, texts, advantages, row_codec.stats_of(row)),
+        "episode": None if scored.completion.episode is None else _episode(scored.completion.episode),
+    }
+
+
+def _episode(episode: EpisodeRecord) -> dict[str, Any]:
+    """The turns of an agent, each with the tokens [start, end) that the policy wrote and the tool calls among them."""
+    turns = [
+        {
+            "start": start,
+            "end": end,
+            "calls": [_call(call) for call in observation.calls],
+            "reply": json_text(observation.reply) if isinstance(observation.reply, str) else None,
+            "reward": finite(observation.reward),
+            "failure": None if observation.failure is None else json_text(observation.failure),
+        }
+        for start, end, observation in episode.turns
+    ]
+    outcome = episode.outcome
+    return {"turns": turns, "reward": finite(outcome.reward), "failure": outcome.failure and json_text(outcome.failure)}
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    arguments = call.arguments if isinstance(call.arguments, str) else json.dumps(dict(call.arguments), ensure_ascii=False)
+    return {
+        "name": json_text(call.name),
+        "arguments": json_text(arguments)[:EPISODE_TEXT],
+        "result": json_text(call.result)[:EPISODE_TEXT],
+        "failure": None if call.failure is None else json_text(call.failure),
+        "seconds": finite(call.seconds),
     }
 
 
@@ -140,7 +178,7 @@ def tokenizer_of(run: RunFolder) -> Tokenizer | None:
 def _tokenizer_paths(run: RunFolder) -> list[Path]:
     paths = [run.tokenizer / TOKENIZER, run.model / TOKENIZER]
     try:
-        source = recipe_of(run).model.source
+        source = load_recipe_of(run).model.source
     except OncurveError:
         return paths
     if source != "tiny":
@@ -223,7 +261,7 @@ def grading_settings(run: RunFolder, location: GroupLocation) -> dict[str, Any] 
     if location.kind == "eval":
         return "Held-out completions are not trained on, so they have no advantages."
     try:
-        stage = next((s for s in recipe_of(run).stages if s.label == location.stage), None)
+        stage = next((s for s in load_recipe_of(run).stages if s.label == location.stage), None)
     except OncurveError as error:
         return f"The run's recipe can't be read ({error.what}), so its advantage settings are not known."
     if isinstance(stage, Ppo):
@@ -233,7 +271,14 @@ def grading_settings(run: RunFolder, location: GroupLocation) -> dict[str, Any] 
     if isinstance(stage, Grpo) and stage.kl.beta > 0 and kl_settings(stage)[0] == "reward":
         return "This run subtracts the KL to the reference from each reward first, and these KL sums are not recorded."
     baseline, scale = advantage_settings(stage)
+    if baseline not in SHOWN_BASELINES or scale not in SHOWN_SCALES:
+        return f"This page does not compute advantages with baseline = {baseline} and scale = {scale}."
     return {"baseline": baseline, "scale": scale, "eps": stage.advantage.eps, "mask_cut": stage.mask_cut}
+
+
+SHOWN_BASELINES: frozenset[Baseline] = frozenset({"mean", "leave_one_out", "none"})
+SHOWN_SCALES: frozenset[AdvantageScale] = frozenset({"group", "batch", "whiten", "none"})
+"""What web/src/formulas/advantages.ts computes."""
 
 
 def gradable(scored: ScoredCompletion) -> dict[str, Any]:
@@ -252,16 +297,16 @@ def gradable(scored: ScoredCompletion) -> dict[str, Any]:
     }
 
 
-def prompt_data(run: RunFolder, prompt_id: str) -> dict[str, Any]:
-    """Every group of one prompt."""
+def prompt_data(run: RunFolder, prompt_id: str, accuracy: Sequence[str] = ()) -> dict[str, Any]:
+    """Every group of one prompt. ``accuracy`` names the aspects in which a score of 1 means correct."""
     with open_reader(run) as store:
-        rows = store.groups_of_prompt(prompt_id)
+        rows = store.groups_of_prompt(prompt_id, accuracy)
     numbers = ("mean", "lowest", "highest", "length")
     return {
         "prompt_id": prompt_id,
         "asked": [
             {
-                **{key: row[key] for key in ("stage", "step", "kind", "group", "completions")},
+                **{key: row[key] for key in ("stage", "step", "kind", "group", "completions", "solved")},
                 "signal": None if row["has_signal"] is None else bool(row["has_signal"]),
                 **{key: finite(row[key]) for key in numbers},
             }

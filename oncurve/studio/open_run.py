@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from oncurve.errors import RewardError, RunError
-from oncurve.recipe.load import load_recipe
-from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.queries import StudioQueries
 from oncurve.trust import Capability
@@ -40,10 +38,6 @@ def open_reader(run: RunFolder) -> Iterator[StudioQueries]:
             because=f"a row in it is not what a run writes ({type(error).__name__}: {error})",
             fix="restore it from a copy; the run's checkpoints do not depend on it",
         ) from error
-
-
-def recipe_of(run: RunFolder) -> Recipe:
-    return load_recipe(run.recipe)
 
 
 def check_agreed(request: Request, capabilities: Sequence[Capability], *, ticked: bool) -> None:

@@ -19,7 +19,8 @@ from oncurve.plan.plan import report_data, side_by_side
 from oncurve.plan.request import PROMPT_TOKENS, default_lora_rank, job_for, job_of_stage, plannable, with_settings
 from oncurve.plan.step_time import seconds_of
 from oncurve.runs.folder import RunFolder
-from oncurve.studio.open_run import find_run, open_reader, recipe_of
+from oncurve.studio.open_run import find_run, open_reader
+from oncurve.trust import load_recipe_of
 
 planner = APIRouter(prefix="/api/plan")
 Size = Annotated[int, Field(ge=1, le=10_000_000)]
@@ -90,7 +91,7 @@ def _job_of_model(body: PlannerRequest, gpu: Gpu) -> Job:
 
 def _job_of_run(run: RunFolder, body: PlannerRequest, gpu: Gpu) -> Job:
     """The job of the run's recipe, with the longest prompt that the run recorded."""
-    recipe = recipe_of(run)
+    recipe = load_recipe_of(run)
     stages = [stage for stage in plannable(recipe) if body.stage in (None, stage.label)]
     if not stages:
         raise RecipeError(

@@ -21,16 +21,18 @@ from oncurve.recipe.defaults import advantage_settings
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Grpo, Trpo
 from oncurve.runs.checkpoints.listing import BEST, best_of_run, list_checkpoints
-from oncurve.runs.folder import STATE, RunFolder, list_runs
+from oncurve.runs.folder import RunFolder, list_runs
 from oncurve.studio import rewards
-from oncurve.studio.groups import cell_text
+from oncurve.studio.groups import SHOWN_BASELINES, SHOWN_SCALES, cell_text
 from oncurve.studio.model_servers import ModelServer, ModelServers
-from oncurve.studio.open_run import check_agreed, find_run, open_reader, recipe_of
-from oncurve.trust import LOADING_PARTS, Capability, capabilities_of, capabilities_of_rewards
+from oncurve.studio.open_run import check_agreed, find_run, open_reader
+from oncurve.trust import LOADING_PARTS, Capability, capabilities_of, capabilities_of_rewards, load_recipe_of, run_of_target
 
 play = APIRouter(prefix="/api/playground")
 PROMPTS = 30
 """Prompts of a run that are offered: the last ones, held-out prompts first."""
+ALTERNATIVES = 5
+"""How many of the likeliest tokens are shown at each place of a sample."""
 
 
 class PlaygroundRequest(BaseModel):
@@ -46,6 +48,7 @@ class PlaygroundRequest(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)]
     max_tokens: Annotated[int, Field(ge=1)]
     seed: Annotated[int, Field(ge=0, lt=2**53)]
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=200)]], Field(max_length=16)] = []
 
 
 def servers_of(request: Request) -> ModelServers:
@@ -73,7 +76,7 @@ def models_of(run: RunFolder) -> list[dict[str, str]]:
     """The final model, then the best checkpoint, then all checkpoints, newest first."""
     labels: list[str] = []
     with contextlib.suppress(OncurveError):  # the checkpoints are listed even if the recipe can't be read
-        recipe = recipe_of(run)
+        recipe = load_recipe_of(run)
         if not recipe.uses_policy:
             return []
         labels = [stage.label for stage in recipe.stages]
@@ -90,7 +93,7 @@ def models_of(run: RunFolder) -> list[dict[str, str]]:
 def run_defaults(request: Request, name: str) -> dict[str, Any]:
     """What the Playground takes from a run: recent prompts, rewards, advantage settings, sampling settings."""
     run = find_run(request.app.state.runs_dir, name)
-    recipe = recipe_of(run)
+    recipe = load_recipe_of(run)
     with open_reader(run) as store:
         prompts = [_prompt(row) for row in store.recent_prompts(PROMPTS)]
     configs = rewards.rewards_of(recipe)
@@ -108,10 +111,10 @@ def _run_settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.rollout_stages:
         return {"grading": None, "sampling": None}
     stage = recipe.rollout_stages[-1]
-    graded = (
-        stage if isinstance(stage, Grpo | Trpo) else Grpo()
-    )  # ppo has a critic per token; the Playground grades as GRPO would
+    graded = stage if isinstance(stage, Grpo | Trpo) else Grpo()  # ppo has a critic per token
     baseline, scale = advantage_settings(graded)
+    if baseline not in SHOWN_BASELINES or scale not in SHOWN_SCALES:  # the Playground then grades as GRPO would
+        baseline, scale = advantage_settings(Grpo())
     sampling = stage.sampling
     return {
         "grading": {"baseline": baseline, "scale": scale, "eps": graded.advantage.eps, "mask_cut": stage.mask_cut},
@@ -128,8 +131,9 @@ class ModelTarget(BaseModel):
 def open_model(request: Request, model: ModelTarget) -> dict[str, Any]:
     """Starts the model's server if it is not running yet, and describes the model."""
     target = check_target(request.app.state.runs_dir, model.target)
-    check_agreed(request, capabilities_of_model(request.app.state.runs_dir, target), ticked=model.trusted)
-    card = servers_of(request).open(target, trusted=model.trusted).card
+    capabilities = capabilities_of_model(request.app.state.runs_dir, target)
+    check_agreed(request, capabilities, ticked=model.trusted)
+    card = servers_of(request).open(target, trusted=bool(capabilities)).card  # a tick alone agrees to nothing
     return {"target": model.target, "chat": card["chat"], "context": card["context"], "max_tokens": card["max_tokens"]}
 
 
@@ -137,7 +141,7 @@ def capabilities_of_model(runs_dir: Path, target: str) -> list[Capability]:
     """The code that loading a run's model runs. A model folder runs none: its code is refused."""
     for name in (target, target.rpartition("@")[0]):
         with contextlib.suppress(RunError):
-            return [c for c in capabilities_of(recipe_of(find_run(runs_dir, name))) if c.part in LOADING_PARTS]
+            return [c for c in capabilities_of(load_recipe_of(find_run(runs_dir, name))) if c.part in LOADING_PARTS]
     return []
 
 
@@ -154,7 +158,7 @@ def check_target(runs_dir: Path, target: str) -> str:
             if target in [model["target"] for model in models_of(find_run(runs_dir, name))]:
                 return target
     folder = Path(target).expanduser()
-    if folder.is_absolute() and (folder / "config.json").is_file() and not (folder / STATE).exists():
+    if folder.is_absolute() and (folder / "config.json").is_file() and not _names_a_run(str(folder), runs_dir):
         return str(folder)
     raise ModelError(
         target,
@@ -162,6 +166,14 @@ def check_target(runs_dir: Path, target: str) -> str:
         because="it is neither a run's model nor a folder with a config.json",
         fix="give a folder's full path",
     )
+
+
+def _names_a_run(path: str, runs_dir: Path) -> bool:
+    """Whether `oncurve serve` would open a run or its checkpoint (RUN@STAGE-STEP), not the model in this folder."""
+    try:
+        return run_of_target(path, runs_dir) is not None
+    except RunError:
+        return True
 
 
 @play.post("/sample")
@@ -216,23 +228,36 @@ def _lines(connection: http.client.HTTPConnection, server: ModelServer, body: Pl
 
 def openai_request(server: ModelServer, body: PlaygroundRequest, chat: bool) -> dict[str, Any]:
     """The request for the endpoint. A model without a chat template gets the prompt as plain text."""
-    prompt: dict[str, Any] = {"prompt": body.prompt, "logprobs": 0}
+    prompt: dict[str, Any] = {"prompt": body.prompt, "logprobs": ALTERNATIVES}
     if chat:
-        prompt = {"messages": body.messages or [{"role": "user", "content": body.prompt}], "logprobs": True}
+        messages = body.messages or [{"role": "user", "content": body.prompt}]
+        prompt = {"messages": messages, "logprobs": True, "top_logprobs": ALTERNATIVES}
     sampling = {"n": body.samples, "temperature": body.temperature, "top_p": body.top_p, "seed": body.seed}
-    return {"model": server.card["id"], **prompt, **sampling, "max_tokens": body.max_tokens, "stream": True}
+    stop = {"stop": body.stop} if body.stop else {}
+    return {"model": server.card["id"], **prompt, **sampling, **stop, "max_tokens": body.max_tokens, "stream": True}
 
 
 def page_chunk(chunk: dict[str, Any], chat: bool) -> dict[str, Any]:
-    """A chunk as the page needs it: the sample's index, new text, new tokens (text, id, log-prob), and finish reason."""
+    """A chunk as the page needs it: the sample's index, new text, finish reason, and new tokens.
+
+    A token is its text, id and log-prob, and the likeliest tokens at its place as pairs of text and log-prob."""
     if "error" in chunk:
         return {"error": chunk["error"]["message"]}
     (choice,) = chunk["choices"]
     if chat:
         text = choice["delta"]["content"]
-        tokens = [[token["token"], token["token_id"], token["logprob"]] for token in choice["logprobs"]["content"]]
+        tokens = [
+            [
+                token["token"],
+                token["token_id"],
+                token["logprob"],
+                [[one["token"], one["logprob"]] for one in token["top_logprobs"]],
+            ]
+            for token in choice["logprobs"]["content"]
+        ]
     else:
         text, logprobs = choice["text"], choice["logprobs"]
-        columns = zip(logprobs["tokens"], logprobs["token_ids"], logprobs["token_logprobs"], strict=True)
+        top = [[[text, logp] for text, logp in likely.items()] for likely in logprobs["top_logprobs"]]
+        columns = zip(logprobs["tokens"], logprobs["token_ids"], logprobs["token_logprobs"], top, strict=True)
         tokens = [list(token) for token in columns]
     return {"sample": choice["index"], "text": text, "tokens": tokens, "finish": choice["finish_reason"]}

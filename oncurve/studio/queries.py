@@ -20,6 +20,11 @@ RANGE = 10_000
 BUDGET_S = 0.12
 """Time limit of one search: the 200 ms budget of a page, less the network and rendering."""
 
+ANY_FAILURE = "any"
+CALLS = """(SELECT completion_id, CASE WHEN json_valid(episode) THEN episode ELSE '{}' END AS read FROM episodes) AS stored,
+           json_each(stored.read, '$.turns') AS turn, json_each(turn.value, '$[2].calls') AS call"""
+"""Every tool call of the episodes."""
+
 Comparison = Literal["lt", "ge"]
 SIGNS: dict[Comparison, str] = {"lt": "<", "ge": ">="}
 LISTED = """completions.id, groups.id AS group_id, stage, step, kind, groups.position AS "group", completions.position AS place,
@@ -28,7 +33,8 @@ LISTED = """completions.id, groups.id AS group_id, stage, step, kind, groups.pos
 
 @dataclass(frozen=True, slots=True)
 class CompletionFilter:
-    """Conditions on completions, all of which must hold. ``aspects`` compare an aspect's value: ("format", "lt", 1.0)."""
+    """Conditions on completions, all of which must hold. ``aspects`` compare an aspect's value: ("format", "lt", 1.0).
+    ``tool`` and ``tool_failure`` are those of one of its tool calls; the failure `any` is any failure."""
 
     text: str = ""
     stage: str | None = None
@@ -38,6 +44,8 @@ class CompletionFilter:
     failed: bool = False
     cut: bool = False
     no_signal: bool = False
+    tool: str | None = None
+    tool_failure: str | None = None
 
     def condition(self) -> tuple[str, list[Any]]:
         """The condition as SQL, with its values in order."""
@@ -58,7 +66,26 @@ class CompletionFilter:
         if self.no_signal:
             # Whether a group has signal is the same for all its completions: list the first one only.
             parts.append(("has_signal = 0 AND completions.position = 0", []))
+        if self.asks_for_calls:
+            parts.append(self._call_condition())
         return " AND ".join(part for part, _ in parts) or "1", [value for _, values in parts for value in values]
+
+    @property
+    def asks_for_calls(self) -> bool:
+        return self.tool is not None or self.tool_failure is not None
+
+    def _call_condition(self) -> tuple[str, list[Any]]:
+        """A call is stored as [name, arguments, result, failure, …]."""
+        matches: list[tuple[str, list[Any]]] = []
+        if self.tool is not None:
+            matches.append(("json_extract(call.value, '$[0]') = ?", [self.tool]))
+        if self.tool_failure == ANY_FAILURE:
+            matches.append(("json_extract(call.value, '$[3]') IS NOT NULL", []))
+        elif self.tool_failure is not None:
+            matches.append(("json_extract(call.value, '$[3]') = ?", [self.tool_failure]))
+        condition = " AND ".join(match for match, _ in matches)
+        rows = f"SELECT 1 FROM {CALLS} WHERE completion_id = completions.id AND {condition}"
+        return f"EXISTS ({rows})", [value for _, values in matches for value in values]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +104,8 @@ class StudioQueries(RunReader):
         self, conditions: CompletionFilter, before: int | None = None, limit: int = PAGE, budget_s: float = BUDGET_S
     ) -> CompletionPage:
         """Completions that match, newest first, with ids below ``before``."""
+        if conditions.asks_for_calls and not self._has_episodes():
+            return CompletionPage(searched=self.last_completion())
         condition, values = conditions.condition()
         top = self._last_id("completions") + 1 if before is None else before
         low_end, high = self._ids_of_step(conditions, top)
@@ -95,6 +124,18 @@ class StudioQueries(RunReader):
         reached = rows[limit - 1]["id"] if full else high
         return CompletionPage(rows[:limit], reached if full or high > low_end else None, start - reached)
 
+    def _has_episodes(self) -> bool:
+        """False for a run that is older than the table."""
+        return bool(self._query("SELECT 1 FROM sqlite_master WHERE name = 'episodes'"))
+
+    def calls(self, since: int) -> tuple[list[str], list[str]]:
+        """(the tools that were called, how calls failed) in completions from id ``since`` on."""
+        if not self._has_episodes():
+            return [], []
+        kinds = "SELECT DISTINCT json_extract(call.value, '$[{}]') AS kind FROM {} WHERE completion_id >= ? ORDER BY kind"
+        tools, failures = ([row["kind"] for row in self._query(kinds.format(at, CALLS), since)] for at in (0, 3))
+        return [tool for tool in tools if tool is not None], [failure for failure in failures if failure is not None]
+
     def _ids_of_step(self, conditions: CompletionFilter, top: int) -> tuple[int, int]:
         """The range of ids to scan. A step's completions have consecutive ids, so a search within one step scans only those."""
         if conditions.stage is None or conditions.step is None:
@@ -107,15 +148,18 @@ class StudioQueries(RunReader):
         lowest, highest = self._query(ids, first, last)[0]
         return (lowest, min(top, highest + 1)) if lowest is not None else (1, 1)
 
-    def groups_of_prompt(self, prompt_id: str) -> list[sqlite3.Row]:
-        """Every group of one prompt, in the order of sampling."""
+    def groups_of_prompt(self, prompt_id: str, accuracy: Sequence[str] = ()) -> list[sqlite3.Row]:
+        """Every group of one prompt, in the order of sampling. ``solved`` counts completions for which one of the ``accuracy``
+        aspects is 1 or more; NULL if no completion has such an aspect."""
+        marks = ", ".join("?" * len(accuracy))
         return self._query(
-            """SELECT stage, step, kind, groups.position AS "group", has_signal, count(completions.id) AS completions,
-               avg(total) AS mean, min(total) AS lowest, max(total) AS highest, avg(length) AS length
-               FROM groups LEFT JOIN completions ON group_id = groups.id WHERE prompt_id = ?
-               GROUP BY groups.id ORDER BY groups.id""",
-            prompt_id,
-        )
+            f"""SELECT stage, step, kind, groups.position AS "group", has_signal, count(completions.id) AS completions,
+                avg(total) AS mean, min(total) AS lowest, max(total) AS highest, avg(length) AS length,
+                sum((SELECT max(value >= 1) FROM aspects WHERE completion_id = completions.id AND name IN ({marks}))) AS solved
+                FROM groups LEFT JOIN completions ON group_id = groups.id WHERE prompt_id = ?
+                GROUP BY groups.id ORDER BY groups.id""",
+            *accuracy, prompt_id,
+        )  # fmt: skip
 
     def totals(self, stage: str, step: int, kind: Kind) -> list[list[float | None]]:
         """The total rewards of each group of a step, from which a batch's std is computed."""
@@ -170,6 +214,25 @@ class StudioQueries(RunReader):
         rows = self._query("SELECT seconds FROM steps WHERE stage = ? ORDER BY step DESC LIMIT ?", stage, count)
         return [row["seconds"] for row in rows]
 
+    def total_seconds(self) -> float:
+        """The time of all recorded steps."""
+        return float(self._query("SELECT total(seconds) AS seconds FROM steps")[0]["seconds"])
+
+    def progress(self, stage: str, after: int = 0) -> list[sqlite3.Row]:
+        """(step, seconds, tokens, samples) of each step after a step.
+
+        A step's completions have consecutive ids, so they are counted without reading them.
+        """
+        return self._query(
+            """SELECT steps.step, seconds, value AS tokens, (SELECT max(id) FROM completions WHERE group_id = last)
+               - (SELECT min(id) FROM completions WHERE group_id = first) + 1 AS samples
+               FROM steps LEFT JOIN metrics ON metrics.stage = steps.stage AND metrics.step = steps.step AND name = 'tokens'
+               LEFT JOIN (SELECT step, min(id) AS first, max(id) AS last FROM groups WHERE stage = ?1 AND step > ?2
+               AND kind = 'train' GROUP BY step) AS sampled ON sampled.step = steps.step
+               WHERE steps.stage = ?1 AND steps.step > ?2 ORDER BY steps.step""",
+            stage, after,
+        )  # fmt: skip
+
     def aspect_statistics(self, since: int) -> list[sqlite3.Row]:
         """Statistics of each aspect over completions from id ``since`` on: count, mean, range, failures."""
         return self._query(
@@ -178,14 +241,25 @@ class StudioQueries(RunReader):
             since,
         )
 
-    def reasons(self, since: int, name: str, limit: int = 8) -> list[sqlite3.Row]:
-        """An aspect's most frequent failures, then its most frequent reasons, from id ``since`` on, each with one example."""
+    def reasons(self, since: int, name: str, weight: float, limit: int = 2000) -> list[sqlite3.Row]:
+        """An aspect's failures, then its other reasons, from id ``since`` on: most frequent first, each with its mean value and
+        one example."""
         return self._query(
-            """SELECT coalesce(failure, reason) AS said, failure IS NOT NULL AS failed, count(*) AS times,
-               max(completion_id) AS example FROM aspects WHERE completion_id >= ? AND name = ? AND said IS NOT NULL
-               GROUP BY said, failed ORDER BY failed DESC, times DESC LIMIT ?""",
-            since, name, limit,
+            """SELECT coalesce(failure, reason) AS said, failure IS NOT NULL AS failed, count(*) AS times, avg(value) AS value,
+               max(completion_id) AS example FROM aspects WHERE completion_id >= ? AND name = ? AND weight = ?
+               AND said IS NOT NULL GROUP BY said, failed ORDER BY failed DESC, times DESC LIMIT ?""",
+            since, name, weight, limit,
         )  # fmt: skip
+
+    def histogram(self, since: int, name: str, weight: float, lowest: float, highest: float, count: int) -> list[int]:
+        """How many of an aspect's values, from id ``since`` on, lie in each of ``count`` equal parts of lowest … highest."""
+        rows = self._query(
+            """SELECT min(?1 - 1, CAST(?1 * (value - ?2) / (?3 - ?2) AS INTEGER)) AS bin, count(*) AS times FROM aspects
+               WHERE completion_id >= ?4 AND name = ?5 AND weight = ?6 AND value IS NOT NULL GROUP BY bin""",
+            count, lowest, highest, since, name, weight,
+        )  # fmt: skip
+        found = {row["bin"]: row["times"] for row in rows}
+        return [found.get(index, 0) for index in range(count)]
 
     def completion(self, completion_id: int) -> sqlite3.Row | None:
         """One completion as lists show it, with its stage, step and group."""

@@ -1,13 +1,19 @@
-"""A run as one self-contained HTML file: curves, best and worst groups, the recipe. No script, no external resource."""
+"""A run as one self-contained HTML file. No script, no external resource.
+
+A summary comes first: results, verdicts and the main curves. Evaluations, the other curves, groups and the recipe unfold below.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
+from typing import Any
 
 from oncurve.records import STOP_REASONS, EvalReport
+from oncurve.runs.checkpoints.listing import best_of_run
 from oncurve.runs.database.reader import RecordedGroup, StageRow
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.metrics import CURVES, find
@@ -15,6 +21,7 @@ from oncurve.runs.views import json_text
 from oncurve.studio.curves import downsample
 from oncurve.studio.open_run import open_reader
 from oncurve.studio.queries import StudioQueries
+from oncurve.studio.run_list import verdicts
 
 Points = Sequence[tuple[int, float]]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 360, 170, 52, 16, 8, 24
@@ -52,8 +59,8 @@ def chart(name: str, points: Points) -> str:
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(name)}">']
     for tick in ticks(y0, y1):
         parts.append(f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:.4g}</text>')
-    for tick in ticks(x0, x1, 5):
+        parts.append(f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{_number(name, tick)}</text>')
+    for tick in (tick for tick in ticks(x0, x1, 5) if tick.is_integer()):
         parts.append(f'<text x="{x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick:g}</text>')
     line = " ".join(f"{x(step):.1f},{y(value):.1f}" for step, value in finite)
     parts.append(f'<polyline class="line" points="{line}"/>')
@@ -61,6 +68,23 @@ def chart(name: str, points: Points) -> str:
     return "".join(parts)
 
 
+def _number(name: str, value: float) -> str:
+    """A number at an axis: a share as a percentage."""
+    metric = find(name)
+    is_share = metric is not None and metric.unit == "share"
+    return f"{100 * value:.4g} %" if is_share else f"{value:.4g}"
+
+
+TITLES = {
+    "accuracy": "Training accuracy",
+    "sampled_entropy": "Entropy of what was sampled",
+    "no_signal_share": "Groups without signal",
+    "kl": "KL to the reference",
+    "length_mean": "Completion length",
+    "cut_share": "Truncated completions",
+    "failure_share": "Failed rewards",
+}
+"""Titles that the studio's charts have too."""
 LAST_STEPS = 10
 """The best and worst groups are taken from this many last steps: they show the run's end, not its start."""
 SHOWN_GROUPS = 2
@@ -77,27 +101,103 @@ table{border-collapse:collapse}td,th{padding:.25rem 1.1rem .25rem 0;text-align:r
 td:first-child,th:first-child{text-align:left}th{font-weight:500;color:var(--soft)}
 pre{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace;white-space:pre-wrap;overflow-wrap:anywhere;margin:.3rem 0}
 .up{color:var(--up)}.down{color:var(--down)}svg{width:100%;height:auto;display:block}svg text{fill:var(--soft);font-size:11px}
+.result{font-size:1.15rem;margin:.8rem 0}.verdicts{list-style:none;padding:0;margin:.8rem 0}
+.verdicts li,.verdict{border-left:3px solid var(--down);padding:.2rem .7rem;margin:.3rem 0;background:var(--card)}
+.verdict{border-color:var(--up)}summary{cursor:pointer;font-size:1.2rem;font-weight:600;margin:1.2rem 0 .6rem}
 svg .grid{stroke:var(--line)}svg .line{stroke:var(--accent);fill:none;stroke-width:1.8}svg .dot{fill:var(--accent)}
 """
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
+MAIN = ("reward", "accuracy", "sampled_entropy", "no_signal_share", "kl", "length_mean", "loss")
+"""The curves of the summary: those of the last stage that it logged, at most six."""
+
+
 def report_html(run: RunFolder) -> str:
     """The complete file. Raises RunError if the run can't be read."""
     state = run.state()
+    found = verdicts(run)
+    recipe = run.recipe.read_text("utf-8", "replace") if run.recipe.is_file() else "(recipe.toml is missing)"
     with open_reader(run) as store:
         stages = store.stages()
+        last = next((stage for stage in reversed(stages) if stage.done), None)
+        main = _main_curves(store, last) if last is not None else []
         body = [
             f"<h1>{escape(run.name)}</h1>",
-            f"<p class=soft>{state.current_status}, started {_date(state.created)} · "
-            f"Oncurve {escape(state.oncurve)} · {_progress(stages)}</p>",
-            _heldout(store.evals()),
-            *(_curves(store, stage) for stage in stages if stage.done),
-            *_groups(store),
+            f"<p class=soft>{state.current_status}, started {_date(state.created)} · trained for "
+            f"{_duration(store.total_seconds())} · Oncurve {escape(state.oncurve)} · {_progress(stages)}</p>",
+            _best(run, store.evals()),
+            _verdicts(found),
+            _figures(store, last, main) if last is not None else "",
+            _details("All evaluations", _heldout(store.evals())),
+            *(
+                _details(f"All curves of {stage.name}", _curves(store, stage, main if stage is last else []))
+                for stage in stages
+                if stage.done
+            ),
+            _details("Groups", "".join(_groups(store))),
         ]
-    recipe = run.recipe.read_text("utf-8", "replace") if run.recipe.is_file() else "(recipe.toml is missing)"
-    body.append(f"<h2>Recipe</h2><div class=card><pre>{escape(recipe)}</pre></div>")
+    body.append(_details("Recipe", f"<div class=card><pre>{escape(recipe)}</pre></div>"))
     return _page(run.name, body)
+
+
+def _details(title: str, content: str) -> str:
+    return f"<details><summary>{escape(title)}</summary>{content}</details>" if content else ""
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def _best(run: RunFolder, evals: Sequence[EvalReport]) -> str:
+    """The step that RUN@best names, and the first evaluation if it had another result."""
+    best = best_of_run(run)
+    if best is None:
+        return "<p>No held-out evaluation of a trained step yet.</p>"
+    is_accuracy = best.metric == "held-out accuracy"
+
+    def written(value: float) -> str:
+        return f"{100 * value:.1f} %" if is_accuracy else f"{value:.2f}".replace("-", "−")
+
+    asked = start = ""
+    if best.metric.startswith("held-out "):
+        values = [(r, r.accuracy if is_accuracy else r.reward) for r in evals]
+        measured = [(r, value) for r, value in values if value is not None]
+        asked = "".join(f" of {r.asked} prompts" for r, _ in measured if (r.stage, r.step) == (best.stage, best.step))
+        for first, value in measured[:1]:
+            if (first.stage, first.step) != (best.stage, best.step):
+                start = f", from {written(value)} at {escape(first.stage)} {first.step}"
+    place = f"{escape(best.stage)} {best.step}"
+    return f"<p class=result>Best {escape(best.metric)} <b>{written(best.value)}</b>{asked} at {place}{start}</p>"
+
+
+def _verdicts(found: Sequence[Mapping[str, Any]]) -> str:
+    if not found:
+        return "<p class=verdict>No warning from the trainer, and no suspicious pattern in the rewards.</p>"
+    lines = []
+    for verdict in found:
+        where = (
+            f" <span class=soft>({escape(verdict['stage'])} {verdict['step']})</span>" if verdict["step"] is not None else ""
+        )
+        lines.append(f"<li>{escape(verdict['what'])} <span class=soft>{escape(verdict['advice'])}</span>{where}</li>")
+    return f"<ul class=verdicts>{''.join(lines)}</ul>"
+
+
+def _main_curves(store: StudioQueries, stage: StageRow) -> list[str]:
+    logged = set(store.metric_names(stage.name))
+    names = [name for name in MAIN if name in logged]
+    if "entropy" in logged and "sampled_entropy" not in logged:  # stages that don't sample, and older runs
+        names.append("entropy")
+    return names[:6]
+
+
+def _figures(store: StudioQueries, stage: StageRow, names: Sequence[str]) -> str:
+    evals = [(report.step, report.accuracy) for report in store.evals(stage.name) if report.accuracy is not None]
+    heldout = [_curve("heldout_accuracy", evals)] if len(evals) > 1 else []
+    charts = [*heldout, *(_curve(name, store.metric(name, stage.name)) for name in names)]
+    return f"<h2>{escape(stage.name)}</h2><div class=curves>{''.join(charts)}</div>" if charts else ""
 
 
 def _page(title: str, body: Iterable[str]) -> str:
@@ -147,17 +247,30 @@ def _accuracies(evals: Sequence[EvalReport]) -> str:
     return f"<h2>Held-out accuracy</h2><table><tr>{heads}</tr>{''.join(lines)}</table>"
 
 
-def _curves(store: StudioQueries, stage: StageRow) -> str:
+def _curves(store: StudioQueries, stage: StageRow, shown: Sequence[str]) -> str:
+    """The curves that the summary does not show."""
     logged = set(store.metric_names(stage.name))
     aspects = sorted(name for name in logged if name.startswith("reward/"))
-    charts = [_curve(name, store.metric(name, stage.name)) for name in (*CURVES, *aspects) if name in logged]
-    return f"<h2>{escape(stage.name)}</h2><div class=curves>{''.join(charts)}</div>" if charts else ""
+    names = [name for name in (*CURVES, *aspects) if name in logged and name not in shown]
+    charts = [_curve(name, store.metric(name, stage.name)) for name in names]
+    return f"<div class=curves>{''.join(charts)}</div>" if charts else ""
+
+
+def title_of(name: str) -> str:
+    """The title of a metric's chart: "no_signal_share" as "Groups without signal", "clip_share" as "Clip fraction"."""
+    words = name.replace("_share", "_fraction").replace("_", " ").replace("/", ": ")
+    words = (
+        re.sub(r"\b(kl|cpu|mfu)\b", lambda found: found[0].upper(), words)
+        .replace(" mib", " MiB")
+        .replace(" per s", " per second")
+    )
+    return TITLES.get(name, words[:1].upper() + words[1:])
 
 
 def _curve(name: str, points: Points) -> str:
     metric = find(name)
     text = f"<p class='small soft'>{escape(metric.one_sentence)} Healthy: {escape(metric.healthy)}.</p>" if metric else ""
-    return f"<div class=card><h3>{escape(name)}</h3>{chart(name, points)}{text}</div>"
+    return f"<div class=card><h3 title='{escape(name)}'>{escape(title_of(name))}</h3>{chart(name, points)}{text}</div>"
 
 
 def _groups(store: StudioQueries) -> list[str]:

@@ -2,7 +2,7 @@
 
 A trial runs in a separate process, so that a reward can't affect the server:
 
-    python -m oncurve.studio.rewards < trial.json > scores.json
+    python -m oncurve.studio.rewards [FOLDER] < trial.json > scores.json
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
@@ -102,16 +103,19 @@ def rewards_of(recipe: Recipe) -> list[dict[str, Any]]:
     return [reward.model_dump(mode="json", exclude_none=True) for reward in configs]
 
 
-def accuracy_aspect(recipe: Recipe) -> str | None:
-    """The aspect whose 1 means correct, as `RewardMix.accuracy_reward` chooses it; None if there is none."""
-    configs = [Reward.model_validate(config) for config in rewards_of(recipe)]
-    verifiable = [config.label for config in configs if can_define_accuracy(config)]
-    return "answer" if "answer" in verifiable else next(iter(verifiable), None)
+def accuracy_aspects(recipe: Recipe) -> tuple[str, ...]:
+    """The aspects whose 1 means correct, as `RewardMix.accuracy_rewards` chooses them: one, or one for each task of a mix."""
+    configs = [config for config in map(Reward.model_validate, rewards_of(recipe)) if can_define_accuracy(config)]
+    by_task: dict[str | None, list[str]] = {}
+    for config in sorted(configs, key=lambda config: config.task is None):
+        by_task.setdefault(config.task, []).append(config.label)
+    return tuple("answer" if "answer" in labels else labels[0] for labels in by_task.values())
 
 
-def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:
-    """The scores, or the error that a recipe with these rewards would raise. Ends the process after ``limit_s``."""
-    command = [sys.executable, "-m", "oncurve.studio.rewards"]
+def run_trial(trial: Trial, folder: Path | None = None, limit_s: float = LIMIT_S) -> dict[str, Any]:
+    """The scores, or the error that a recipe with these rewards would raise. Ends the process after ``limit_s``. Relative paths
+    of the rewards are in ``folder``, by default the current one."""
+    command = [sys.executable, "-m", "oncurve.studio.rewards", *([] if folder is None else [str(folder)])]
     request = trial.model_dump_json().encode()
     try:
         process = subprocess.run(command, input=request, capture_output=True, timeout=limit_s, check=False)
@@ -123,7 +127,7 @@ def run_trial(trial: Trial, limit_s: float = LIMIT_S) -> dict[str, Any]:
         scores: dict[str, Any] = json.loads(process.stdout)
     except ValueError:
         last = (process.stderr.decode("utf-8", "replace").strip().splitlines() or ["it printed nothing"])[-1]
-        raise RewardError("rewards", "the trial's process ended early", because=last[:300], fix="fix the reward") from None
+        raise RewardError("rewards", "the trial's process ended early", because=last[:300], fix="correct the reward") from None
     return scores
 
 
@@ -152,6 +156,8 @@ def main() -> None:
     output = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     try:
+        for folder in sys.argv[1:]:
+            os.chdir(folder)  # not before: modules in it must not hide those of this program
         scores = score(Trial.model_validate_json(sys.stdin.buffer.read()))
     except OncurveError as error:
         scores = {"error": {"where": error.where, "what": str(error.what), "because": error.because, "fix": error.fix}}

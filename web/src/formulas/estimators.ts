@@ -47,3 +47,9 @@ export function klStudy(logits: readonly number[], referenceLogits: readonly num
   });
   return { policy, reference, exact: divergence(policy, reference), estimators };
 }
+
+/** The probability that a group of a prompt solved with probability p has both a right and a wrong answer. */
+export const signalChance = (p: number, size: number): number => 1 - p ** size - (1 - p) ** size;
+
+/** What dividing by the std makes of a prompt that is solved with probability p: its gradient's weight, and the objective whose gradient that is. */
+export const promptWeight = (p: number): { weight: number; objective: number } => ({ weight: 1 / Math.sqrt(p * (1 - p)), objective: 2 * Math.asin(Math.sqrt(p)) });

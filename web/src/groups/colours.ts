@@ -41,12 +41,26 @@ export function colour(tokens: Tokens, by: ColourBy, t: number, most: number): s
   return `rgb(var(--warm-rgb) / ${strength})`;
 }
 
-export function tooltip(tokens: Tokens, t: number): string {
-  const lines = [`token ${t}, id ${tokens.ids[t]}`, `log-prob ${number(tokens.logp[t])} (${((100 * Math.exp(tokens.logp[t] ?? 0))).toFixed(1)} %)`];
-  if (tokens.advantage) lines.push(`advantage ${signed(tokens.advantage[t], 3)}`);
-  if (tokens.ratio) lines.push(`ratio ${number(tokens.ratio[t], 4)}${tokens.clipped?.[t] ? ", clipped" : ""}`);
-  if (tokens.entropy) lines.push(`entropy ${number(tokens.entropy[t])}`);
-  if (tokens.kl) lines.push(`KL ${number(tokens.kl[t])}`);
-  if (tokens.mask && !tokens.mask[t]) lines.push("written by the environment: not trained on");
-  return lines.join("\n");
+/** What is recorded of a token, with names and units for people. */
+export function facts(tokens: Tokens, t: number): [string, string][] {
+  const found: [string, string][] = [["token", `${t} of ${tokens.ids.length}, id ${tokens.ids[t]}`], ["probability", `${(100 * Math.exp(tokens.logp[t] ?? 0)).toFixed(1)} %`], ["log-prob", number(tokens.logp[t])]];
+  if (tokens.advantage) found.push(["advantage", signed(tokens.advantage[t], 3)]);
+  if (tokens.ratio) found.push(["ratio", `${number(tokens.ratio[t], 4)}${tokens.clipped?.[t] ? ", clipped" : ""}`]);
+  if (tokens.entropy) found.push(["entropy", `${number(tokens.entropy[t])} nats`]);
+  if (tokens.kl) found.push(["KL", `${number(tokens.kl[t])} nats`]);
+  if (tokens.mask && !tokens.mask[t]) found.push(["written by", "the environment: not trained on"]);
+  return found;
+}
+
+export const tooltip = (tokens: Tokens, t: number): string => facts(tokens, t).map(([name, value]) => `${name} ${value}`).join("\n");
+
+/** The ends of the colour scale in the unit that is coloured: [left, right] with their colours, or null if there is no scale. */
+export function legend(by: ColourBy, most: number): { label: string; colour: string }[] | null {
+  const strong = (name: string): string => `rgb(var(--${name}-rgb) / var(--strength))`;
+  const middle = { label: by === "ratio" ? "1" : "0", colour: "transparent" };
+  if (by === "advantage") return [{ label: signed(-most), colour: strong("down") }, middle, { label: signed(most), colour: strong("up") }];
+  if (by === "ratio") return [{ label: number(Math.exp(-most)), colour: strong("down") }, middle, { label: number(Math.exp(most)), colour: strong("up") }];
+  if (by === "logp") return [{ label: "probability 100 %", colour: "transparent" }, { label: `${(100 * Math.exp(-most)).toPrecision(2)} %`, colour: strong("warm") }];
+  if (by === "kl" || by === "entropy") return [{ label: "0", colour: "transparent" }, { label: `${number(most)} nats`, colour: strong("warm") }];
+  return null;
 }

@@ -37,7 +37,8 @@ function cells(line: string): Inline[][] {
 }
 
 export function read(source: string): Section {
-  const lines = source.split("\n");
+  // A number stays on one line with its unit.
+  const lines = source.replace(/(?<=\d) (?=%|GB\b)/g, "\u00a0").split("\n");
   const section: Section = { title: (lines.shift() ?? "").replace(/^# /, ""), layers: [] };
   let blocks: Block[] = [];
   for (let at = 0; at < lines.length; ) {
@@ -55,6 +56,8 @@ export function read(source: string): Section {
     } else if (line.startsWith("@demo ") || line.startsWith("@file ")) {
       blocks.push({ kind: line.startsWith("@demo") ? "demo" : "file", text: line.slice(6) });
       at++;
+    } else if (line.startsWith("@")) {
+      throw new Error(`unknown mark: ${line}`);
     } else if (line.startsWith("```")) {
       at++;
       blocks.push({ kind: "code", text: taken((text) => !text.startsWith("```")).join("\n") });
@@ -84,6 +87,16 @@ export function read(source: string): Section {
   return section;
 }
 
+/** A page of the documentation as a section: its links to its own headings stay, those to other pages become their names. */
+export const asSection = (page: string, id: string): string =>
+  page.replace("\n", "\n@all\n").replace(/\]\(#([^)]+)\)/g, `](#/learn/${id}?at=$1)`).replace(/\[([^\]]+)\]\(([\w/-]+\.md)[^)]*\)/g, "$1 (`docs/$2`)");
+
 /** The symbols that a section's formulas mark with \htmlData{symbol=…}: they light up together with the figure. */
 export const symbolsOf = (section: Section): string[] =>
   [...new Set(section.layers.flatMap(({ blocks }) => blocks.flatMap((block) => (block.kind === "formula" ? [...block.text.matchAll(/\\htmlData\{symbol=([^}]+)\}/g)].map((match) => match[1] ?? "") : []))))];
+
+/** "When to prefer which" as "when-to-prefer-which". */
+export const slug = (text: string): string => text.toLowerCase().replaceAll("'", "").replace(/[^\p{L}\d]+/gu, "-").replace(/^-|-$/g, "");
+
+/** A paragraph that starts with bold words can be linked to by them. */
+export const anchorOf = (block: Block): string | undefined => (block.kind === "paragraph" && block.inline[0]?.kind === "bold" ? slug(block.inline[0].text) : undefined);

@@ -8,7 +8,7 @@ export interface Message { role: string; content: string }
 export interface PlaygroundPrompt { id: string; text: string | null; messages: Message[] | null; columns: Record<string, unknown> }
 export interface RunDefaults { prompts: PlaygroundPrompt[]; rewards: Record<string, unknown>[]; asks: string[]; grading: GradeSettings | null; sampling: { temperature: number; top_p: number; max_tokens: number } | null }
 export interface ModelCard { target: string; chat: boolean; context: number; max_tokens: number }
-export interface Sample { text: string; tokens: [string, number, number][]; finish: "stop" | "length" | null }
+export interface Sample { text: string; tokens: [text: string, id: number, logp: number, top: [text: string, logp: number][]][]; finish: "stop" | "length" | null }
 export interface TrialScore { total: number | null; failure: string | null; solved: boolean; aspects: Aspect[] }
 
 type StreamLine = { error: string } | ({ sample: number } & Sample);
@@ -53,7 +53,7 @@ export function asGroup(prompt: PlaygroundPrompt, shown: string, samples: Sample
       total: one?.total ?? null, graded: graded ? tokens !== null : null, failure: one?.failure ?? null, advantage: meanAdvantage(tokens, null), aspects: one?.aspects ?? [],
       tokens: {
         ids: sample.tokens.map(([, id]) => id), pieces: sample.tokens.map(([text]) => text), mask: null, logp: sample.tokens.map(([, , value]) => value),
-        advantage: tokens, ratio: null, entropy: null, clipped: null, kl: null,
+        advantage: tokens, ratio: null, entropy: null, clipped: null, kl: null, top: sample.tokens.map(([, , , top]) => top),
       },
     };
   });

@@ -1,7 +1,7 @@
 // The chosen runs' curves, updated from the server's event stream.
-import { address, get, runPath, type EvalPoint, type RunCurves, type RunState } from "../shared/api";
+import { address, get, runPath, type Axis, type EvalPoint, type RunCurves, type RunState } from "../shared/api";
 
-interface NewStep { run: string; stage: string; type: string; step: number; metrics: Record<string, number | null> }
+interface NewStep { run: string; stage: string; type: string; step: number; metrics: Record<string, number | null>; axes: Record<Exclude<Axis, "steps">, number | null> }
 
 export class LiveCurves {
   /** Change counter. Curves are large, so they are plain objects, and the charts depend on this number instead. */
@@ -60,7 +60,7 @@ export class LiveCurves {
     if (!run) return;
     let stage = run.stages.find((one) => one.name === update.stage);
     if (!stage) {
-      stage = { name: update.stage, type: update.type, done: 0, steps: update.step, metrics: {} };
+      stage = { name: update.stage, type: update.type, done: 0, steps: update.step, metrics: {}, axes: { samples: { steps: [], values: [] }, tokens: { steps: [], values: [] }, seconds: { steps: [], values: [] } } };
       run.stages.push(stage);
     }
     // The complete curves were requested after the stream started, so a step may arrive twice.
@@ -69,6 +69,12 @@ export class LiveCurves {
       const curve = (stage.metrics[name] ??= { steps: [], values: [] });
       curve.steps.push(update.step);
       curve.values.push(value);
+    }
+    for (const [name, curve] of Object.entries(stage.axes)) {
+      const increment = update.axes[name as keyof NewStep["axes"]];
+      if (increment === null || increment === undefined) continue;
+      curve.steps.push(update.step);
+      curve.values.push((curve.values.at(-1) ?? 0) + increment);
     }
     stage.done = update.step;
     this.version++;

@@ -12,8 +12,8 @@ export function download(name: string, content: Blob): void {
 const cell = (text: string): string => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
 
 export function toCsv(drawn: ChartData): string {
-  const heads = ["step", ...drawn.lines.map((line) => (line.label.includes(line.run) ? line.label : `${line.run} ${line.label}`))];
-  const rows = drawn.steps.map((step, index) => [step, ...drawn.lines.map((line) => line.values[index] ?? "")].join(","));
+  const heads = [drawn.axis === "steps" ? "step" : drawn.axis, ...drawn.lines.map((line) => (line.name.includes(line.run) ? line.name : `${line.run} ${line.name}`))];
+  const rows = drawn.x.map((at, index) => [at, ...drawn.lines.map((line) => line.own[index] ?? "")].join(","));
   return [heads.map(cell).join(","), ...rows].join("\n") + "\n";
 }
 
@@ -32,7 +32,7 @@ const escape = (text: string): string => text.replaceAll("&", "&amp;").replaceAl
 export function toSvg(drawn: ChartData, title: string, width = 720, height = 400): string {
   const [left, right, top, bottom] = [64, 16, 40, 36 + 18 * drawn.lines.length];
   const all = drawn.lines.flatMap((line) => line.values).filter((value): value is number => value !== null);
-  const [x0, x1] = [drawn.steps[0] ?? 0, Math.max(drawn.steps.at(-1) ?? 1, (drawn.steps[0] ?? 0) + 1)];
+  const [x0, x1] = [drawn.x[0] ?? 0, Math.max(drawn.x.at(-1) ?? 1, (drawn.x[0] ?? 0) + 1)];
   let [y0, y1] = [Math.min(...all), Math.max(...all)];
   if (!(y1 > y0)) [y0, y1] = [y0 - 0.5, y1 + 0.5];
   const x = (value: number): string => (left + ((value - x0) / (x1 - x0)) * (width - left - right)).toFixed(1);
@@ -44,7 +44,7 @@ export function toSvg(drawn: ChartData, title: string, width = 720, height = 400
   for (const at of ticks(y0, y1)) parts.push(`<path d="M${left} ${y(at)}H${width - right}" stroke="#ddd"/><text x="${left - 8}" y="${y(at)}" dy="4" text-anchor="end">${String(at).replaceAll("-", "−")}</text>`);
   for (const at of ticks(x0, x1, 7)) parts.push(`<text x="${x(at)}" y="${height - bottom + 18}" text-anchor="middle">${at}</text>`);
   drawn.lines.forEach((line, index) => {
-    const points = line.values.flatMap((value, at) => (value === null ? [] : [`${x(drawn.steps[at] ?? 0)} ${y(value)}`]));
+    const points = line.values.flatMap((value, at) => (value === null ? [] : [`${x(drawn.x[at] ?? 0)} ${y(value)}`]));
     const below = height - bottom + 36 + 18 * index;
     const dash = line.dash.length ? ` stroke-dasharray="${line.dash.join(" ")}"` : "";
     parts.push(`<polyline points="${points.join(" ")}" fill="none" stroke="${line.colour}" stroke-width="1.8"${dash}/>`);

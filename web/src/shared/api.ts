@@ -2,6 +2,8 @@
 
 export interface StageState { name: string; type: string; steps: number; done: number; finished: boolean }
 export interface EvalPoint { stage: string; step: number; accuracy: number | null; reward: number | null; asked: number; by_difficulty?: Record<string, [number, number]>; metrics?: Record<string, number | null> }
+/** The best step of a run: "held-out accuracy", "held-out reward", or the metric that the recipe keeps the best of. */
+export interface Best { stage: string; step: number; metric: string; value: number | null }
 export interface RunState {
   name: string;
   status: "running" | "finished" | "interrupted" | "failed" | "broken";
@@ -13,12 +15,22 @@ export interface RunState {
   accuracy: number | null;
   heldout_reward: number | null;
   evals: EvalPoint[];
+  /** The step that RUN@best names. */
+  best: Best | null;
   metrics: Record<string, number | null>;
   completions: number;
   failures: number;
+  /** The time of all recorded steps. */
+  seconds: number | null;
+  notes: RunNotes;
 }
+export interface RunNotes { tags: string[]; note: string }
+export interface Verdict { source: "trainer" | "audit"; kind: string; what: string; advice: string; stage: string | null; step: number | null; group: number | null }
+/** Each run's recipe as dotted keys. */
+export type RunSettings = Record<string, Record<string, unknown>>;
+export type Axis = "steps" | "samples" | "tokens" | "seconds";
 export interface Curve { steps: number[]; values: (number | null)[] }
-export interface StageCurves { name: string; type: string; done: number; steps: number; metrics: Record<string, Curve> }
+export interface StageCurves { name: string; type: string; done: number; steps: number; metrics: Record<string, Curve>; /** Completions, tokens and seconds since the stage began, at the end of a step. */ axes: Partial<Record<Axis, Curve>> }
 export interface RunCurves { run: string; stages: StageCurves[]; evals: EvalPoint[] }
 export interface MetricText { unit: string; says: string; healthy: string }
 export interface About { version: string; runs_dir: string; metrics: Record<string, MetricText> }
@@ -34,10 +46,18 @@ export interface Tokens {
   entropy: (number | null)[] | null;
   clipped: boolean[] | null;
   kl: (number | null)[] | null;
+  /** The likeliest tokens at each place, with their log-probs. Only Playground samples have them: a run does not record them. */
+  top?: [text: string, logp: number][][];
 }
+export interface ToolCall { name: string; arguments: string; result: string; failure: string | null; seconds: number | null }
+/** A turn of an agent: the tokens [start, end) that the policy wrote, and what the environment answered. */
+export interface EpisodeTurn { start: number; end: number; calls: ToolCall[]; reply: string | null; reward: number | null; failure: string | null }
+export interface Episode { turns: EpisodeTurn[]; reward: number | null; failure: string | null }
 export interface Completion {
   id: number; position: number; text: string; stop: "end" | "stop_string" | "length"; length: number; total: number | null;
   graded: boolean | null; failure: string | null; advantage: number | null; aspects: Aspect[]; tokens: Tokens;
+  /** Missing for a Playground sample. */
+  episode?: Episode | null;
 }
 export type Baseline = "mean" | "leave_one_out" | "none";
 export type Scale = "group" | "batch" | "whiten" | "none";
@@ -61,16 +81,18 @@ export interface Line {
   id: number; stage: string; step: number; kind: Kind; group: number; place: number; length: number; stop: string;
   prompt: string; prompt_id: string; text: string; total: number | null; advantage: number | null; failure: string | null; kl?: number;
 }
-export interface Searchable { aspects: string[]; accuracy: string | null; kl: boolean }
+export interface Searchable { aspects: string[]; accuracy: string | null; kl: boolean; tools: string[]; tool_failures: string[] }
 export interface Page { completions: Line[]; before: number | null; seen: number; of: number }
-export interface PromptUse { stage: string; step: number; kind: Kind; group: number; completions: number; signal: boolean | null; mean: number | null; lowest: number | null; highest: number | null; length: number | null }
+export interface PromptUse { stage: string; step: number; kind: Kind; group: number; completions: number; solved: number | null; signal: boolean | null; mean: number | null; lowest: number | null; highest: number | null; length: number | null }
 export type Label =
-  | { type: "ranking"; stage: string; step: number; kind: Kind; group: number; tiers: number[][] }
-  | { type: "dispute"; stage: string; step: number; kind: Kind; group: number; completion: number; reward: number | null; note: string };
-export interface Feedback { labels: Label[]; pairs: number; agree: number; disagree: number; undecided: number }
+  | { type: "ranking"; stage: string; step: number; kind: Kind; group: number; rater: string; tiers: number[][] }
+  | { type: "dispute"; stage: string; step: number; kind: Kind; group: number; rater: string; completion: number; reward: number | null; note: string };
+export interface Feedback { labels: Label[]; pairs: number; agree: number; disagree: number; undecided: number; raters: { raters: number; pairs: number; agreed: number; kappa: number | null } }
 export interface RewardStats {
   name: string; weight: number; asked: number; mean: number | null; lowest: number | null; highest: number | null; failures: number;
-  reasons: { said: string; failed: boolean; times: number; example: Line | null }[];
+  /** How many values lie in each of equal parts from the lowest to the highest; empty if all are equal. */
+  bins: number[];
+  reasons: { said: string; failed: boolean; /** The mean score. */ value: number | null; times: number; example: Line | null }[];
 }
 export interface RunRewards { rewards: Record<string, unknown>[]; asks: string[]; said: RewardStats[]; of: number; max_new_tokens: number | null }
 export interface Audit { stage: string | null; steps: number; signals: { name: string; what: string; examples: { step: number; group: number; total: number | null; prompt: string; text: string }[] }[] }
@@ -99,9 +121,9 @@ export function address(path: string, values: Values = {}): string {
 }
 
 async function readJson<T>(response: Response): Promise<T> {
-  const body: unknown = await response.json().catch(() => null);
-  if (response.ok) return body as T;
-  const error = (body as { error?: Record<string, string> } | null)?.error;
+  if (response.ok) return (await response.json()) as T;
+  const body = (await response.json().catch(() => null)) as { error?: Record<string, string> } | null;
+  const error = body?.error;
   throw new ApiError(error?.where ?? "studio", error?.what ?? `the server answered with status ${response.status}`, error?.because ?? "the server failed without giving a reason", error?.fix ?? "reload the page");
 }
 
@@ -109,9 +131,12 @@ export async function get<T>(path: string, values: Values = {}, signal?: AbortSi
   return readJson<T>(await fetch(address(path, values), signal ? { signal } : {}));
 }
 
-export async function post<T>(path: string, body: unknown, values: Values = {}): Promise<T> {
+export async function post<T>(path: string, body: unknown, values: Values = {}, options: RequestInit = {}): Promise<T> {
   const headers = { "content-type": "application/json" };
-  return readJson<T>(await fetch(address(path, values), { method: "POST", headers, body: JSON.stringify(body) }));
+  return readJson<T>(await fetch(address(path, values), { method: "POST", headers, body: JSON.stringify(body), ...options }));
 }
+
+/** How a command names a run: by its folder, unless that is in ./runs. */
+export const runArgument = (runsDir: string, run: string): string => (runsDir === "" || runsDir === "runs" ? run : `${runsDir}/${run}`);
 
 export const runPath = (run: string, what: string): string => `runs/${encodeURIComponent(run)}/${what}`;

@@ -24,6 +24,9 @@ export function signed(value: number | null | undefined, digits = 2): string {
   return (Number(size) === 0 ? "" : value > 0 ? "+" : "−") + size;
 }
 
+/** A value of a recipe, as it is written there. */
+export const setting = (value: unknown): string => (value === undefined || value === null ? DASH : typeof value === "string" ? value : typeof value === "number" ? minus(String(value)) : JSON.stringify(value));
+
 export const percent = (share: number | null | undefined, digits = 0): string =>
   share === null || share === undefined ? DASH : `${(100 * share).toFixed(digits)} %`;
 

@@ -1,8 +1,11 @@
-// Line diff of two texts by longest common subsequence.
+// Diffs by longest common subsequence: of the lines of two recipes, and of the words of two completions.
 
 export interface DiffLine { left: string | null; right: string | null }
 
-export function diff(left: string[], right: string[]): DiffLine[] {
+/** The lines of both texts, with a removed line and the one added in its place side by side. */
+export const diff = (left: string[], right: string[]): DiffLine[] => paired(align(left, right));
+
+function align(left: string[], right: string[]): DiffLine[] {
   const [rows, columns] = [left.length, right.length];
   const common = Array.from({ length: rows + 1 }, () => new Uint32Array(columns + 1));
   const at = (row: number, column: number): number => common[row]?.[column] ?? 0;
@@ -19,7 +22,7 @@ export function diff(left: string[], right: string[]): DiffLine[] {
     else if (j >= columns || (i < rows && at(i + 1, j) >= at(i, j + 1))) found.push({ left: left[i++] ?? "", right: null });
     else found.push({ left: null, right: right[j++] ?? "" });
   }
-  return paired(found);
+  return found;
 }
 
 /** Puts a removed line and the line added in its place side by side. */
@@ -36,4 +39,23 @@ function paired(lines: DiffLine[]): DiffLine[] {
     start = end + 1;
   }
   return found;
+}
+
+/** A part of the right text: in both, only there, or (`gone`) only in the left text. */
+export interface DiffPart { kind: "same" | "added" | "gone"; text: string }
+const MOST_WORDS = 1500;
+
+/** What changes from one text to another, word by word; null if they are too long to compare in a moment. */
+export function wordDiff(left: string, right: string): DiffPart[] | null {
+  const words = (text: string): string[] => text.match(/\s+|[\p{L}\p{N}]+|[^\s\p{L}\p{N}]/gu) ?? [];
+  const [one, other] = [words(left), words(right)];
+  if (one.length > MOST_WORDS || other.length > MOST_WORDS) return null;
+  const parts: DiffPart[] = [];
+  for (const { left: gone, right: added } of align(one, other)) {
+    const kind = gone === null ? "added" : added === null ? "gone" : "same";
+    const last = parts.at(-1);
+    if (last?.kind === kind) last.text += added ?? gone ?? "";
+    else parts.push({ kind, text: added ?? gone ?? "" });
+  }
+  return parts;
 }
