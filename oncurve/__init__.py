@@ -35,5 +35,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'oncurve' has no attribute '{name}'")
     from importlib import import_module
+    from warnings import filterwarnings
 
+    filterwarnings("ignore", message="IProgress not found")  # of tqdm, in a notebook without ipywidgets
     return getattr(import_module(_HOMES[name]), name)

@@ -2,7 +2,7 @@
 
 import sys
 
-from oncurve.cli.app import main
+from oncurve.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

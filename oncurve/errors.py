@@ -98,6 +98,16 @@ class MissingPackage(OncurveError):
     """An optional package that a setting needs is not installed."""
 
 
+def printable(text: str) -> str:
+    """Replaces control characters: a model or a stranger may write escape codes, which a terminal would execute."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
+
+
+def troubleshooting(section: str) -> str:
+    """A reference to a section of docs/troubleshooting.md, to be added to a fix or a warning."""
+    return f"more: Troubleshooting, {section!r}, in the documentation"
+
+
 def pip_install(extra: str) -> str:
     """The command that installs an optional dependency into this environment: plain `pip` if the shell's pip belongs to it."""
     python, pip_on_path = Path(sys.executable), shutil.which("pip")

@@ -11,21 +11,25 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from oncurve.errors import RunError
 from oncurve.plugins import declared_plugins, package_name
-from oncurve.recipe.load import load_recipe
+from oncurve.recipe.load import parse_recipe, read_toml
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.checkpoints.listing import find_target
-from oncurve.runs.folder import STATE, RunFolder
+from oncurve.runs.folder import STATE, RunFolder, RunState
 
 Part = Literal["model", "task", "rewards", "sinks", "stages"]
 PARTS: tuple[Part, ...] = ("model", "task", "rewards", "sinks", "stages")
 
+PART_OF_KEY: Mapping[str, Part] = {
+    "model": "model", "task": "task", "rewards": "rewards", "labeller": "rewards", "sinks": "sinks", "stages": "stages",
+}  # fmt: skip
+"""The part of a recipe that a table under a key belongs to; a labeller is a reward that `iterate` of a stage names."""
 LOADING_PARTS: tuple[Part, ...] = ("model", "task")
 """Parts that loading a run's model uses: the task defines the tokenizer of the built-in model."""
 GRADING_PARTS: tuple[Part, ...] = ("model", "task", "rewards")
@@ -33,15 +37,18 @@ GRADING_PARTS: tuple[Part, ...] = ("model", "task", "rewards")
 
 PLUGIN_KINDS: Mapping[Part, str] = {"task": "tasks", "rewards": "rewards", "sinks": "sinks", "stages": "stages"}
 """Parts whose `type` may name a plug-in, and the kind of plug-in."""
-CODE_KEYS = frozenset({"function", "splitter", "environment"})
+CODE_KEYS = frozenset({"function", "splitter", "environment", "tools"})
 """Keys that name a function or class to import: `file.py:name` or `module:name`."""
 BUILT_IN = frozenset({"calculator"})
 """Values of those keys that name built-in code."""
+SERVERS = ("openenv:http://", "openenv:https://")
+"""Prefixes of values that name a server instead of code."""
 FREE_KEYS = frozenset({"arguments", "schema", "template_options"})
 """Tables with the user's own keys. They are plain data."""
 ENDPOINT_TYPES = frozenset({"judge", "training_free"})
-ENDPOINT_KEYS = frozenset({"base_url", "key_env"})
 DEFAULT_KEY = "OPENAI_API_KEY"
+Search = Callable[[Mapping[str, Any], str, str, Part], Iterator["Capability"]]
+"""(table, its name, its key, its part of the recipe) -> what it can do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,22 +72,37 @@ def capabilities_of(recipe: Recipe) -> tuple[Capability, ...]:
 
 
 def capabilities_of_rewards(rewards: Sequence[Mapping[str, Any]]) -> tuple[Capability, ...]:
-    """The same for rewards as a recipe writes them."""
+    """Everything that runs code or sends a secret in rewards, which are given as in a recipe."""
     return tuple(_walk({"rewards": list(rewards)}))
 
 
 def check(run: RunFolder, *parts: Part) -> None:
     """Refuses a run whose recipe runs code or sends a secret, unless the user agreed. ``parts`` are the parts of the recipe
     that are about to be used; by default all."""
-    capabilities = capabilities_of(load_recipe(run.recipe))
+    capabilities = capabilities_of(load_recipe_of(run))
     used = [capability for capability in capabilities if not parts or capability.part in parts]
     if used and not _is_recorded(run, capabilities):
-        raise RunError(
-            str(run.path),
-            f"not trusted: {'; '.join(map(str, used))}",
-            because="you did not start this run here, and its recipe would run code with your permissions or send your keys",
-            fix="if you trust it, add --trust once (from Python: run `oncurve verify RUN --trust` first)",
-        )
+        raise _not_trusted(run, used)
+
+
+def _not_trusted(run: RunFolder, used: Sequence[Capability]) -> RunError:
+    started = run.state().folder
+    place = "" if started is None else f" (files are looked for here and in {_printable(started)})"
+    return RunError(
+        str(run.path),
+        f"not trusted: {'; '.join(map(str, used))}{place}",
+        because="you did not start this run here, and its recipe would run code with your permissions or send your keys",
+        fix="if you trust it, add --trust once; a command without that option: run `oncurve verify RUN --trust` first",
+    )
+
+
+def load_recipe_of(run: RunFolder, sets: Sequence[str] = ()) -> Recipe:
+    """A run's recipe. Validation imports the stages and objectives that are plug-ins, so the user must have agreed to those."""
+    tables = read_toml(run.recipe)
+    plugins = [plugin for plugin in _walk(tables, _plugins_in) if plugin.part == "stages"]
+    if plugins and not _is_recorded(run, list(_walk(tables))):
+        raise _not_trusted(run, plugins)
+    return parse_recipe(tables, sets)
 
 
 def run_of_target(target: str, runs_dir: Path) -> RunFolder | None:
@@ -105,11 +127,17 @@ def run_of_recipe(path: str | Path) -> RunFolder | None:
 
 def grant(run: RunFolder, recipe: Recipe | None = None, path: Path | None = None) -> None:
     """Records that the user agrees to what the run's recipe runs and sends. ``path`` is where a new run is about to be."""
-    capabilities = capabilities_of(load_recipe(run.recipe) if recipe is None else recipe)
+    path = (path or run.path).resolve()
+    if recipe is None:
+        _write_record(run, path, list(_walk(read_toml(run.recipe))))
+        recipe = load_recipe_of(run)
+    _write_record(run, path, capabilities_of(recipe))
+
+
+def _write_record(run: RunFolder, path: Path, capabilities: Sequence[Capability]) -> None:
     if not capabilities:
         return
-    path = (path or run.path).resolve()
-    record = _record(path, run.state().created, capabilities)
+    record = _record(path, run.state(), capabilities)
     _GRANTED.add(record)
     with contextlib.suppress(OSError):  # if the home folder is not writable, the agreement is valid for this process
         record.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -121,30 +149,33 @@ _GRANTED: set[Path] = set()
 
 
 def _is_recorded(run: RunFolder, capabilities: Sequence[Capability]) -> bool:
-    record = _record(run.path.resolve(), run.state().created, capabilities)
+    record = _record(run.path.resolve(), run.state(), capabilities)
     with contextlib.suppress(PermissionError):  # another user's records do not count
         return record in _GRANTED or record.is_file()
     return False
 
 
-def _record(path: Path, created: float, capabilities: Sequence[Capability]) -> Path:
-    """The record's file. Its name is a hash of the folder, the run's creation time and the capabilities."""
-    agreed = [str(path), created, sorted((capability.where, capability.what) for capability in capabilities)]
+def _record(path: Path, state: RunState, capabilities: Sequence[Capability]) -> Path:
+    """The record's file. Its name is a hash of the run's folder, its creation time, the capabilities, and the folder in which
+    their files are looked for."""
+    agreed = [str(path), state.created, sorted((capability.where, capability.what) for capability in capabilities)]
+    agreed += [] if state.folder is None else [state.folder]
     name = hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "oncurve" / "trusted" / name
 
 
-def _walk(recipe: Mapping[str, Any]) -> Iterator[Capability]:
+def _walk(recipe: Mapping[str, Any], search: Search | None = None) -> Iterator[Capability]:
     """Searches every table of a recipe at any depth, so that a new section with one of these keys is covered too."""
+    search = search or _capabilities_in
     tables: list[tuple[Mapping[str, Any], str, str, Part]] = [(recipe, "", "", "stages")]
     while tables:
         table, name, where, part = tables.pop()
-        yield from _capabilities_in(table, name, where, part)
+        yield from search(table, name, where, part)
         for key, value in table.items():
             if key in FREE_KEYS:
                 continue
             inside = f"{where}.{key}" if where else str(key)
-            below = next((known for known in PARTS if known == key), part) if part == "stages" else part
+            below = PART_OF_KEY.get(key, part) if part == "stages" else part
             if isinstance(value, Mapping):
                 tables.append((value, key, inside, below))
             elif isinstance(value, list | tuple):
@@ -152,23 +183,34 @@ def _walk(recipe: Mapping[str, Any]) -> Iterator[Capability]:
                 tables += [(entry, key, f"{inside}.{_label(entry, i)}", below) for i, entry in entries]
 
 
-def _capabilities_in(table: Mapping[str, Any], name: str, where: str, part: Part) -> Iterator[Capability]:
+def _plugins_in(table: Mapping[str, Any], name: str, where: str, part: Part) -> Iterator[Capability]:
     kind = str(table.get("type"))
     for plugin in declared_plugins(f"oncurve.{PLUGIN_KINDS[part]}").get(kind, ()) if part in PLUGIN_KINDS else ():
         yield Capability(part, f"{where}.type", f"runs Python of the installed package {package_name(plugin)}: {plugin.value}")
     for plugin in declared_plugins("oncurve.objectives").get(str(table.get("objective")), ()):
         what = f"runs Python of the installed package {package_name(plugin)}: {plugin.value}"
         yield Capability(part, f"{where}.objective", what)
+
+
+def _capabilities_in(table: Mapping[str, Any], name: str, where: str, part: Part) -> Iterator[Capability]:
+    yield from _plugins_in(table, name, where, part)
+    kind = str(table.get("type"))
     for key in sorted(CODE_KEYS & table.keys()):
-        if isinstance(table[key], str) and table[key] not in BUILT_IN:
-            yield Capability(part, f"{where}.{key}", f"runs Python: {table[key]}")
+        values = table[key] if isinstance(table[key], list | tuple) else [table[key]]
+        for value in values:
+            if isinstance(value, str) and value not in BUILT_IN:
+                what = f"sends tool calls and rows to {value}" if value.startswith(SERVERS) else f"runs Python: {value}"
+                yield Capability(part, f"{where}.{key}", what)
+    for key in ("command", "mcp"):
+        if isinstance(table.get(key), str):
+            yield Capability(part, f"{where}.{key}", f"runs a program: {table[key]}")
     if table.get("trust_remote_code", False) not in (False, None):
         what = f"runs Python that comes with the model {table.get('source', '')}"
         yield Capability(part, f"{where}.trust_remote_code", what.rstrip())
     if table.get("trusted", False) not in (False, None):
         what = "runs programs that a model wrote, without a sandbox if the machine has none"
         yield Capability(part, f"{where}.trusted", what)
-    if {kind, name} & ENDPOINT_TYPES or ENDPOINT_KEYS & table.keys():
+    if {kind, name} & ENDPOINT_TYPES or "base_url" in table:
         key, address = table.get("key_env", DEFAULT_KEY), table.get("base_url") or "https://api.openai.com"
         yield Capability(part, where, f"sends prompts, completions and the key in ${key} to {address}")
     if part == "sinks" and kind == "wandb" and not table.get("offline"):

@@ -353,7 +353,7 @@ def compare_versions(expected: Mapping[str, str], of_nodes: Sequence[tuple[Node,
             if versions[name] != expected[name]:
                 raise ClusterError(
                     f"node {node.label}",
-                    f"has another {name} than this machine",
+                    f"{name} differs from this machine's",
                     because=f"it has {versions[name]}, and this machine has {expected[name]}; actors that differ would not "
                     "understand each other, or would train another model",
                     fix="install the same version there, in the environment that `ray start` runs in, and restart Ray",

@@ -12,11 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from oncurve.cluster.messages import Actors, ClusterSession
@@ -27,7 +25,7 @@ from oncurve.distributed.rank_status import RankStatus, clear_statuses, write_st
 from oncurve.distributed.rendezvous import joined_ranks
 from oncurve.distributed.signed_store import SECRET
 from oncurve.distributed.world import SINGLE_PROCESS, World
-from oncurve.errors import ClusterError, OncurveError, RunError, error_to_json
+from oncurve.errors import ClusterError, OncurveError, RunError, error_to_json, printable
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
@@ -40,12 +38,13 @@ from oncurve.runs.folder import STATE, RunFolder
 from oncurve.tasks.prompt_order import prompts_for_step
 from oncurve.training.listeners import Listener
 from oncurve.training.rank_commands import announce_run, run_worker_rank
+from oncurve.training.stages.grpo import staleness_metrics
 from oncurve.training.stages.table import StageLoop
 from oncurve.training.start import build_tasks_and_rewards, complete_database, with_machine_defaults, with_machine_overrides
 from oncurve.training.trainer import RewardsOf, TaskOf, Trainer
 
 LOCK_S = 20.0
-"""How long to wait for a former learner to release the run's lock: Ray ends it some seconds after its driver dies."""
+"""How long to wait for a previous learner to release the run's lock: Ray ends it some seconds after its driver dies."""
 BEAT_S = 0.5
 Event = tuple[str, tuple[Any, ...]]
 """A listener's method and its arguments."""
@@ -162,7 +161,7 @@ def _joined_ranks(task: LearnerTask, recipe: Recipe, rank: int) -> Iterator[Worl
         SECRET: task.session_id,
     }  # fmt: skip
     os.environ.update({key: str(value) for key, value in environment.items()})
-    with joined_ranks(recipe, lambda error: print(error, flush=True)) as world:
+    with joined_ranks(recipe, lambda error: print(printable(str(error)), flush=True)) as world:
         yield world
 
 
@@ -244,11 +243,11 @@ class ClusterTrainer(Trainer):
         if self.world.is_rank_zero:
             self.notify.on_event("cluster", line)
         else:
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
-    def train(self) -> None:
+    def train(self, *, writes_recipe: bool = False) -> None:
         try:
-            super().train()
+            super().train(writes_recipe=writes_recipe)
         finally:
             self.board.stop()
 
@@ -276,7 +275,7 @@ class ClusterTrainer(Trainer):
 
 
 class ClusterLoop:
-    """A stage's loop that publishes its step, and with ``is_async`` adds staleness metrics to its reports."""
+    """Wraps a stage's loop: publishes the number of each step, and adds staleness metrics to its reports if ``is_async``."""
 
     def __init__(self, loop: StageLoop, board: StatusBoard, stage: Stage, is_async: bool) -> None:
         self.loop, self.board, self.stage, self.is_async = loop, board, stage, is_async
@@ -295,17 +294,6 @@ class ClusterLoop:
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.loop.load_state(tensors)
-
-
-def staleness_metrics(report: StepReport) -> dict[str, float]:
-    """Over the step's tokens, the mean and maximum number of updates since the weights that sampled a token."""
-    ages: list[float] = []
-    for group in report.groups:
-        for completion in group.group.completions:
-            spans = [*(completion.versions or ()), (len(completion.token_ids), 0)]
-            for (start, version), (end, _) in pairwise(spans):
-                ages += [float(report.step - 1 - version)] * (end - start)
-    return {"staleness": float(np.mean(ages)), "staleness_max": max(ages)} if ages else {}
 
 
 class StatusBoard:

@@ -223,7 +223,7 @@ class Actor:
 def start_actor(
     name: str, actor_type: type[Any], resources: dict[str, float], group: PlacementGroup | None = None, bundle: int = 0
 ) -> Actor:
-    """Starts an actor, constructed with its name, in a bundle of a placement group or on any node with the resources."""
+    """Starts ``actor_type(name)`` as an actor, in a bundle of a placement group or on any node that has the resources."""
     if group is None:
         strategy: Any = "SPREAD"
     else:

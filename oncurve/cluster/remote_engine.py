@@ -38,12 +38,12 @@ from oncurve.cluster.ray_client import (
     wait_any,
 )
 from oncurve.cluster.weight_broadcast import BroadcastAddress, BroadcastGroup, open_store
-from oncurve.engines.base import SampleKey, WeightSource
+from oncurve.engines.base import PassCounts, ReplyStore, SampleKey, WeightSource
 from oncurve.errors import ClusterError, error_from_json
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.records import Group, Prompt
+from oncurve.records import Group, Ints, Prompt
 from oncurve.training.evaluate import EVAL_STEP
 
 POLL_S = 1.0
@@ -103,7 +103,11 @@ class RemoteEngine:
     """An `Engine` that samples in other processes. ``policy`` is the learner's; its weights are pushed before each call."""
 
     shares_weights = False
+    records_routing = False
+    counts = PassCounts()
     weight_source: WeightSource | None = None
+    replies: ReplyStore | None = None
+    """Not used: episodes run in the samplers, and a repeated step runs them again."""
     log_lines: tuple[str, ...] = ()
 
     def __init__(
@@ -116,6 +120,7 @@ class RemoteEngine:
         set_phase: SetPhase,
     ) -> None:
         self.policy, self.settings = policy, recipe.engine
+        self.answers: dict[str, tuple[Ints, ...]] = {}
         self.session, self.log_event, self.set_phase = session, log_event, set_phase
         self.timeout_s, self.max_staleness = recipe.scale.timeout_s, recipe.scale.max_staleness
         self.samplers = [SamplerState(actor) for actor in actors]
@@ -138,7 +143,7 @@ class RemoteEngine:
         """The samplers belong to the driver, which ends them."""
 
     def prefetch(self, prefetch: Prefetch | None) -> None:
-        """Called when a stage begins or rolls back to a checkpoint: cancels requests of the former stage."""
+        """Called when a stage begins or rolls back to a checkpoint: cancels requests of the previous stage."""
         for request_id in list(self.requests):
             self._end_request(request_id)
         self.prefetched = prefetch
@@ -407,7 +412,8 @@ class RemoteEngine:
 
 
 def with_update_counts(group: Group, updates_at: Mapping[int, int]) -> Group:
-    """The group with weight versions as numbers of updates, which the run records; samplers count pushes."""
+    """The group with its weight versions converted from numbers of pushes, which samplers count, to numbers of updates, which
+    the run records."""
     completions = (replace(c, versions=_update_counts(c.versions, updates_at)) for c in group.completions)
     return replace(group, completions=tuple(completions))
 

@@ -160,7 +160,7 @@ class RemoteRewardMix(RewardMix):
     """A stage's rewards, of which the asynchronous ones are computed by reward workers."""
 
     def __init__(self, mix: RewardMix, stage: str, workers: RewardWorkers, log_event: LogEvent) -> None:
-        super().__init__(mix.rewards, mix.accuracy_names)
+        super().__init__(mix.rewards, mix.accuracy_names, mix.task_of, mix.tasks)
         self.stage, self.workers, self.log_event = stage, workers, log_event
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:

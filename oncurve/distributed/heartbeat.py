@@ -89,6 +89,7 @@ class Heartbeat(threading.Thread):
     def _beat(self) -> None:
         status = replace(self.status, beat=time.time())
         self.store.set(f"status/{self.rank}", status.to_json())
+        self.store.restore()
         if self.run_folder is not None:
             write_status(self.run_folder, status)
 

@@ -1,7 +1,7 @@
 """`oncurve train --gpus 8`: starts the ranks of one machine, waits for them, and leaves no process behind.
 
-Each rank runs the same command again, with the environment variables that torchrun would set. This process hosts the store in
-which they meet, so the death of a rank does not take it away.
+Each rank runs the same command again, with the environment variables that torchrun would set. The launcher hosts the store in
+which they meet, so the store survives the death of a rank.
 """
 
 from __future__ import annotations

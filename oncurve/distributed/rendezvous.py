@@ -82,7 +82,7 @@ def join(recipe: Recipe, print_error: PrintError) -> World:
 
 @contextmanager
 def joined_ranks(recipe: Recipe, print_error: PrintError) -> Iterator[World]:
-    """The world that this process belongs to; within, an exception closes it with that error."""
+    """The world that this process belongs to. If the block raises an exception, the world is closed with that error."""
     world = join(recipe, print_error)
     try:
         yield world
@@ -100,7 +100,7 @@ def with_ranks(recipe: Recipe) -> Recipe:
 
 
 def report_to_rank_zero(error: OncurveError) -> None:
-    """Sends an error that a rank met before it could join, such as a recipe that its machine lacks, to rank 0 to print.
+    """If a rank fails before it can join (its machine lacks the recipe, for example), rank 0 gets the error and prints it.
 
     If rank 0 met the same error, it has printed it already and may be gone; then this does nothing.
     """
@@ -198,8 +198,8 @@ def _check_in(store: SignedStore, rank: int, size: int, recipe: Recipe) -> None:
             missing = [other for other in range(size) if store.find(f"check-in/{other}") is None]
             raise ScaleError(
                 f"rank {', '.join(map(str, missing))} of {size}",
-                f"not there after {recipe.scale.timeout_s:g} s",
-                because="it was not started, or can't reach this machine",
+                f"did not connect within {recipe.scale.timeout_s:g} s",
+                because="the rank was not started, or can't reach this machine",
                 fix="check that process; raise scale.timeout_s if machines start slowly",
             ) from error
         check_ranks_match([json.loads(store.get(f"check-in/{other}")) for other in range(size)])
@@ -221,7 +221,7 @@ def check_ranks_match(entries: Sequence[Mapping[str, Any]]) -> None:
             if value != expected:
                 raise ScaleError(
                     f"rank {rank} on {entry['host']}",
-                    f"has another {name} than rank 0",
+                    f"{name} differs from rank 0's",
                     because=f"it has {value}, and rank 0 on {entries[0]['host']} has {expected}; ranks that differ would "
                     "compute gradients of different models",
                     fix="install the same version everywhere, and start every rank with the same recipe and --set",

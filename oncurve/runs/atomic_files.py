@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -74,11 +75,18 @@ def disk_error(path: Path, number: int | None, text: str, needed: int | None = N
 
 @contextlib.contextmanager
 def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
-    """Turns an OSError in the body into a DiskError about ``path``."""
+    """Turns an OSError in the body into a DiskError about ``path``. safetensors wraps the system's errors in its own exception:
+    the errno is in its text."""
     try:
         yield
     except OSError as error:
         raise disk_error(path, error.errno, error.strerror or str(error), needed) from error
+    except Exception as error:
+        # By its name: readers of runs do not load safetensors.
+        number = re.search(r"os error (\d+)", str(error)) if type(error).__name__ == "SafetensorError" else None
+        if number is None:
+            raise
+        raise disk_error(path, int(number[1]), os.strerror(int(number[1])), needed) from error
 
 
 def sync(path: Path) -> None:
@@ -148,7 +156,7 @@ def partial_writes(folder: Path) -> list[Path]:
 
 
 def clear_partial_writes(folder: Path) -> None:
-    """Removes them. Only a run's one writer may call this."""
+    """Removes partial writes that a killed process left behind. Only the process that writes the run may call this."""
     for path in partial_writes(folder):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -157,7 +165,8 @@ def clear_partial_writes(folder: Path) -> None:
 
 
 def write_folder_atomically(target: Path, write: Callable[[Path], object]) -> None:
-    """Writes a folder by ``write(temporary)`` and renames it to ``target``, replacing an existing one.
+    """Writes a folder by ``write(temporary)``, waits until it is on disk, and renames it to ``target``, replacing an existing
+    one.
 
     Files get the folder's permissions: safetensors creates its own with read permission for the owner only.
     """
@@ -170,7 +179,9 @@ def write_folder_atomically(target: Path, write: Callable[[Path], object]) -> No
             for file in temporary.rglob("*"):
                 if file.is_file():
                     file.chmod(temporary.stat().st_mode & 0o666)
+            sync_folder(temporary)
             shutil.rmtree(target, ignore_errors=True)
             temporary.rename(target)
+            sync(target.parent)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)

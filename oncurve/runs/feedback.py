@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -33,7 +33,7 @@ Index = Annotated[int, Field(ge=0)]
 
 
 class GroupLabel(BaseModel):
-    """What every label has: the group that it is about."""
+    """What every label has: the group that it is about, and who gave it. People who give no name count as one person."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -41,11 +41,12 @@ class GroupLabel(BaseModel):
     step: Index
     kind: Kind = "train"
     group: Index
+    rater: Annotated[str, Field(max_length=40)] = ""
 
     @property
     def subject(self) -> tuple[Any, ...]:
-        """What the label is about: a later label of the same subject replaces it."""
-        return (type(self).__name__, self.stage, self.step, self.kind, self.group)
+        """What the label is about: a later label of the same subject by the same person replaces it."""
+        return (type(self).__name__, self.stage, self.step, self.kind, self.group, self.rater)
 
 
 class Ranking(GroupLabel):
@@ -139,7 +140,7 @@ def add_label(run: Path, store: RunReader, label: Label) -> None:
 
 
 def read_labels(run: Path) -> list[Label]:
-    """The labels that hold: the last of each subject, without those withdrawn."""
+    """The valid labels: the last one for each subject, unless it was withdrawn."""
     last: dict[tuple[Any, ...], Label] = {}
     for label in _lines(run / FILE):
         last.pop(label.subject, None)
@@ -199,6 +200,47 @@ def _decided(label: Label, totals: Sequence[float | None]) -> Iterator[tuple[int
         if index == label.completion or total is None or total == label.reward:
             continue
         yield (label.completion, index) if label.reward > total else (index, label.completion)
+
+
+@dataclass(frozen=True, slots=True)
+class RaterAgreement:
+    """How far people agree: over pairs of completions that two people ranked, each pair of people counted once.
+
+    ``kappa`` corrects the agreement for chance: (share agreed − chance) / (1 − chance), where chance is the sum of the squared
+    shares of the three verdicts (better, equal, worse), pooled over people and both orders of a pair (Scott's π). None if
+    chance alone explains everything.
+    """
+
+    raters: int
+    pairs: int
+    agreed: int
+    kappa: float | None
+
+
+def rater_agreement(labels: Iterable[Label]) -> RaterAgreement:
+    by_group: dict[tuple[Any, ...], list[Ranking]] = {}
+    for label in labels:
+        if isinstance(label, Ranking):
+            by_group.setdefault((label.stage, label.step, label.kind, label.group), []).append(label)
+    verdicts: list[tuple[int, int]] = []
+    for rankings in by_group.values():
+        for one, other in combinations(rankings, 2):
+            ranks = [{index: tier for tier, indices in enumerate(r.tiers) for index in indices} for r in (one, other)]
+            shared = sorted(ranks[0].keys() & ranks[1].keys())
+            verdicts += [(_sign(ranks[0], a, b), _sign(ranks[1], a, b)) for a, b in combinations(shared, 2)]
+    agreed = sum(one == other for one, other in verdicts)
+    raters = len({r.rater for rankings in by_group.values() for r in rankings})
+    if not verdicts:
+        return RaterAgreement(raters, 0, 0, None)
+    ties = sum((one == 0) + (other == 0) for one, other in verdicts) / (2 * len(verdicts))
+    chance = ties**2 + 2 * ((1 - ties) / 2) ** 2  # in both orders of a pair, better and worse are equally frequent
+    kappa = None if chance == 1 else (agreed / len(verdicts) - chance) / (1 - chance)
+    return RaterAgreement(raters, len(verdicts), agreed, kappa)
+
+
+def _sign(ranks: Mapping[int, int], a: int, b: int) -> int:
+    """-1 if completion a is in a better tier than b, 1 if in a worse one, 0 if in the same."""
+    return (ranks[a] > ranks[b]) - (ranks[a] < ranks[b])
 
 
 def preference_lines(preferences: Iterable[Preference]) -> str:

@@ -32,6 +32,8 @@ SEMANTICS = 2
 """The version of what a recipe computes, raised if the same recipe gives other samples, updates or measurements. A run
 continues only as it began (`oncurve.training.semantics`)."""
 STATE = "run.json"
+COMPARISON_REQUEST = "request.json"
+"""The file of a comparison's folder that says what is compared."""
 UNFINISHED = ".new-"
 """Prefix of hidden folders: runs that are being made or deleted."""
 UNFINISHED_S = 86_400.0
@@ -72,6 +74,8 @@ class RunState:
     oncurve: str = field(default_factory=oncurve_version)
     semantics: int = 1
     """`SEMANTICS` when the run was created. Runs of before it was recorded have 1."""
+    folder: str | None = None
+    """The folder in which the run was started: relative paths of its recipe are in it. None in older runs."""
 
     @classmethod
     def started(cls, name: str, parent: Parent | None = None) -> RunState:
@@ -87,6 +91,7 @@ class RunState:
             parent=parent,
             environment=environment(),
             semantics=SEMANTICS,
+            folder=os.getcwd(),
         )
 
     @property
@@ -279,17 +284,21 @@ def refuse_existing(path: Path) -> None:
 
 
 def _exists(path: Path) -> bool:
-    """Whether there is something at a path that the user named, which may be too long or forbidden."""
+    """Whether a path that the user named exists. A path that is too long or forbidden is a user error."""
     with disk_errors(path):
         return path.exists()
 
 
 def list_runs(runs_dir: Path) -> list[RunEntry]:
-    """Every folder in ``runs_dir``: runs, newest first, then folders that can't be read as one, as 'broken' entries."""
+    """Every folder in ``runs_dir``: runs, newest first, then folders that can't be read as one, as 'broken' entries.
+
+    Comparisons, whose runs are in a folder of their own, are left out.
+    """
     if not runs_dir.is_dir():
         return []
     with disk_errors(runs_dir):
         folders = sorted(path for path in runs_dir.iterdir() if not path.name.startswith(".") and path.is_dir())
+    folders = [path for path in folders if not (path / COMPARISON_REQUEST).is_file()]
     entries = [_entry(path) for path in folders]
     return sorted(entries, key=lambda entry: -entry.state.created if entry.state else 0.0)
 
@@ -359,6 +368,8 @@ def _state_from(data: Mapping[str, Any]) -> RunState:
         raise ValueError("a name or a time of the wrong type")
     if parent is not None and not (isinstance(parent.run, str) and isinstance(parent.changes, dict)):
         raise ValueError("a parent of the wrong type")
+    if not isinstance(data.get("folder"), str | None):
+        raise ValueError("a folder of the wrong type")
     known = {key: value for key, value in data.items() if key in RunState.__slots__}
     state = RunState(**{**known, "parent": parent, "created": float(data["created"]), "pid": int(data["pid"])})
     if state.status not in STATUSES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from oncurve.errors import RunError, did_you_mean
@@ -46,11 +47,20 @@ _TABLE = (
         "Share of completions that are correct, if there is a verifiable reward.",
         "rises; held-out accuracy should follow it",
     ),
+    Metric("accuracy/", "share", "Share of correct completions of one task of a mix.", "rises for each task"),
     Metric(
         "pass_at/",
         "share",
         "Probability that at least one of k answers to a held-out problem is right (unbiased).",
         "rises with accuracy; if it falls while accuracy rises, answers have lost their variety",
+    ),
+    Metric("turns", "turns", "Mean number of the model's turns in a completion with tools.", "as many as the task needs"),
+    Metric("tool_calls", "calls", "Mean number of tool calls of a completion.", "as many as the task needs"),
+    Metric(
+        "tool_failure_share",
+        "share",
+        "Share of tool calls that failed: not readable, an unknown tool, wrong arguments, an exception or a time limit.",
+        "falls towards 0",
     ),
     Metric(
         "samples_kept", "completions", "Completions of the step that were kept as demonstrations (rejection_sample).", "above 0"
@@ -98,6 +108,19 @@ _TABLE = (
         "below 0.5; near 1 the prompts are too easy or too hard",
     ),
     Metric(
+        "no_signal_samples",
+        "share",
+        "Share of completions in groups without signal (curriculum), smaller than no_signal_share if group sizes adapt.",
+        "below no_signal_share of a run without a curriculum",
+    ),
+    Metric("known_prompts", "prompts", "Prompts that have been sampled and have a pass rate (curriculum).", "rises"),
+    Metric(
+        "pass_rate/",
+        "share",
+        "Running pass rate of unseen prompts of one level of difficulty (curriculum).",
+        "rises; a level near 1 is sampled less",
+    ),
+    Metric(
         "cut_share",
         "share",
         "Share of completions that were truncated at the length limit.",
@@ -122,8 +145,8 @@ _TABLE = (
     Metric(
         "entropy",
         "nats",
-        "Mean entropy of the policy at the sampling temperature, over the tokens that the update forwards: those of groups "
-        "with a signal.",
+        "Mean entropy of the policy at the sampling temperature (over the kept tokens, if sampling truncates), over the tokens "
+        "that the update forwards: those of groups with a signal.",
         "falls slowly; at 0 exploration ends, and a rise means that the policy is degenerating",
     ),
     Metric(
@@ -205,18 +228,37 @@ _TABLE = (
         "below 1e-4 in float32, below 0.5 in bfloat16; with the native engine, a first step above 0.01 or 1 stops the run",
     ),
     Metric(
+        "loss_scale",
+        "factor",
+        'With `model.dtype` = "float16": what the loss is multiplied by before the backward pass.',
+        "65536 or less; it is halved by an overflow, whose update is skipped, and doubled after 2000 updates without one",
+    ),
+    Metric(
+        "balance_loss",
+        "loss",
+        "Mixtures of experts with `balance_loss`: how unevenly the routers use their experts, before its weight in the loss.",
+        "the number of experts that a token takes in a layer if all experts are used evenly; more if not",
+    ),
+    Metric(
         "staleness",
         "updates",
-        "Mean number of updates between sampling a token and learning from it, over tokens (asynchronous).",
-        "well below scale.max_staleness",
+        "Mean number of updates between sampling a token and learning from it, over tokens (asynchronous, or with carry_over).",
+        "well below scale.max_staleness; with carry_over below 1",
         repeatable=False,
     ),
     Metric(
         "staleness_max",
         "updates",
-        "Largest number of updates between sampling a token of the step and learning from it (asynchronous).",
-        "never above scale.max_staleness",
+        "Largest number of updates between sampling a token of the step and learning from it (asynchronous, or with "
+        "carry_over).",
+        "never above scale.max_staleness; with carry_over the most steps that an answer took",
         repeatable=False,
+    ),
+    Metric(
+        "carried_groups",
+        "groups",
+        "Groups that were unfinished when the step was full and continue in the next one (grpo.carry_over).",
+        "carry_over, and 0 in the last step",
     ),
     Metric(
         "value_loss",
@@ -282,15 +324,35 @@ _TABLE = (
         "falls; if the chosen one falls as fast, raise beta",
     ),
     Metric(
+        "teacher_divergence",
+        "nats",
+        "Mean divergence of the policy from its teacher per token (distil); estimated from samples with teach_by = advantage.",
+        "falls",
+    ),
+    Metric(
         "mismatch_masked_share",
         "share",
-        "Share of forwarded tokens masked because sampler and learner disagree on their completion (mismatch_limit).",
+        "Share of forwarded tokens masked because sampler and learner disagree on them (mismatch_limit, correction, "
+        "off_policy_kl).",
         "near 0",
+    ),
+    Metric(
+        "entropy_dropped_share",
+        "share",
+        "Share of forwarded tokens that an entropy control leaves out of the surrogate (entropy.top_share, entropy.clip_cov).",
+        "1 − top_share; near clip_cov",
+    ),
+    Metric(
+        "entropy_bonus",
+        "weight",
+        "Weight of the entropy in the step's objective, if it follows a target (entropy.target).",
+        "0 above the target; rises below it",
     ),
     Metric(
         "tokens",
         "tokens",
-        "Completion tokens sampled in the step; in a stage that does not sample, tokens trained on.",
+        "Completion tokens sampled in the step, those of discarded groups included; with carry_over, all tokens of the groups "
+        "that the step completes; in a stage that does not sample, tokens trained on.",
         "as large as fits",
     ),
     Metric(
@@ -305,6 +367,35 @@ _TABLE = (
         "tokens/s",
         "Completion tokens divided by the time spent sampling them.",
         "as high as possible",
+        repeatable=False,
+    ),
+    Metric(
+        "tokens_per_pass",
+        "tokens",
+        "Tokens sampled per completion and forward pass: 1, and the drafted tokens that were accepted.",
+        "above 1 if drafts are of use; it rises as the answers of a group become more alike",
+        repeatable=False,
+    ),
+    Metric(
+        "kv_reuse",
+        "share",
+        "Fraction of the tokens before agents' turns whose keys and values were still in the KV cache from an earlier call.",
+        "high if agents make several calls that extend each other; low if the engine has fewer slots than conversations",
+        repeatable=False,
+    ),
+    Metric(
+        "tokens_per_row",
+        "tokens",
+        "Tokens sampled per row that the sampler computed: drafts that are not accepted lower it, and on a CPU completions of "
+        "a group with the same text so far share a row.",
+        "on a CPU above 1, up to the group size",
+        repeatable=False,
+    ),
+    Metric(
+        "draft_accepted",
+        "share",
+        "Share of drafted tokens that were the tokens sampled anyway (engine.draft).",
+        "0.3 to 0.6 for texts with recurring parts; near 0 drafts are of no use",
         repeatable=False,
     ),
     Metric(
@@ -374,24 +465,34 @@ METRICS: dict[str, Metric] = {metric.name: metric for metric in _TABLE}
 """Every metric that a stage logs, by name."""
 
 CURVES = (
-    "reward", "accuracy", "reward_std", "no_signal_share", "kl", "step_kl", "entropy", "clip_share", "length_mean", "cut_share",
-    "failure_share", "mismatch_kl", "explained_variance", "value_loss", "pair_accuracy", "pair_margin", "heldout_pair_accuracy",
-    "samples_kept", "experiences", "heldout_with", "heldout_reward_with", "loss", "heldout_loss", "grad_norm", "tokens_per_s",
-    "memory_mib",
+    "reward", "accuracy", "teacher_divergence", "reward_std", "no_signal_share", "kl", "step_kl", "sampled_entropy", "entropy",
+    "clip_share",
+    "length_mean", "cut_share", "failure_share", "mismatch_kl", "explained_variance", "value_loss", "pair_accuracy",
+    "pair_margin", "heldout_pair_accuracy", "samples_kept", "experiences", "heldout_with", "heldout_reward_with", "loss",
+    "heldout_loss", "grad_norm", "tokens_per_s", "tokens_per_pass", "draft_accepted", "memory_mib",
 )  # fmt: skip
 """The metrics worth drawing, in order. The HTML report draws those that a stage logged."""
 
 MAIN_CURVES = {
     "sft": ("loss", "heldout_loss", "entropy"),
-    "grpo": ("reward", "accuracy", "entropy", "length_mean", "no_signal_share", "kl"),
-    "ppo": ("reward", "accuracy", "entropy", "length_mean", "explained_variance", "value_loss", "kl"),
-    "trpo": ("reward", "accuracy", "entropy", "length_mean", "no_signal_share", "step_kl"),
+    "grpo": ("reward", "accuracy", "sampled_entropy", "length_mean", "no_signal_share", "kl", "draft_accepted"),
+    "distil": ("reward", "accuracy", "teacher_divergence", "sampled_entropy", "length_mean", "draft_accepted"),
+    "ppo": ("reward", "accuracy", "sampled_entropy", "length_mean", "explained_variance", "value_loss", "kl", "draft_accepted"),
+    "trpo": ("reward", "accuracy", "sampled_entropy", "length_mean", "no_signal_share", "step_kl", "draft_accepted"),
     "dpo": ("loss", "pair_accuracy", "pair_margin", "entropy"),
     "reward_model": ("loss", "pair_accuracy", "heldout_loss", "heldout_pair_accuracy"),
     "rejection_sample": ("reward", "accuracy", "length_mean", "samples_kept"),
     "training_free": ("reward", "accuracy", "experiences", "heldout_with", "heldout_reward_with"),
 }
-"""The most telling of those by type of stage, for a terminal: `oncurve show`, and a fork compared with its parent."""
+"""The most telling of those by type of stage."""
+
+
+def main_curves(stage_type: str, is_logged: Callable[[str], bool]) -> list[str]:
+    """The logged curves to show in a terminal: `oncurve show`, and a fork compared with its parent."""
+    names = MAIN_CURVES.get(stage_type, ("loss",))
+    if not is_logged("sampled_entropy"):  # a run of version 0.1
+        names = tuple("entropy" if name == "sampled_entropy" else name for name in names)
+    return [name for name in names if is_logged(name)]
 
 
 def find(name: str) -> Metric | None:

@@ -1,7 +1,8 @@
 """Log lines and progress from deep inside a step: a skipped update, an out-of-memory retry, the progress of an evaluation.
 
 `note` adds a line to the current step's log and `collect_notes` returns them; `report_progress` and `watch_progress` do the
-same for progress. Outside of a step, notes and progress are dropped.
+same for progress. Outside of a step, notes and progress are dropped. `mark_update` says that the step changes what a checkpoint
+holds: if it fails afterwards, there is only half of it, and the state before it is gone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ class Note:
     message: str
 
 
-_collected: ContextVar[list[Note] | None] = ContextVar("collected", default=None)
+class Notes(list[Note]):
+    """The notes of a step, in order, and whether it has begun to change what a checkpoint holds."""
+
+    has_update = False
+
+
+_collected: ContextVar[Notes | None] = ContextVar("collected", default=None)
 _watcher: ContextVar[Callable[[float], None] | None] = ContextVar("watcher", default=None)
 
 
@@ -30,10 +37,17 @@ def note(kind: str, message: str) -> None:
         notes.append(Note(kind, message))
 
 
+def mark_update() -> None:
+    """The step is about to change weights, an optimiser, or other state of a checkpoint."""
+    notes = _collected.get()
+    if notes is not None:
+        notes.has_update = True
+
+
 @contextmanager
-def collect_notes() -> Iterator[list[Note]]:
-    """Collects the notes made in the body, in order."""
-    notes: list[Note] = []
+def collect_notes() -> Iterator[Notes]:
+    """Collects the notes made in the body."""
+    notes = Notes()
     before = _collected.set(notes)
     try:
         yield notes

@@ -1,34 +1,41 @@
 """`oncurve chat`: answers one prompt after another, printing tokens as they are sampled.
 
 Uses transformers' `generate`, which suits a single stream; the native engine is built for groups. A model with a chat template
-gets the complete conversation. Any other model continues each prompt on its own.
+gets the complete conversation. Any other model continues each prompt on its own. With an environment, tool calls run and their
+results are printed, and the model has another turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import torch
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.generation.stopping_criteria import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from oncurve.errors import ModelError
+from oncurve.engines.interactive import InteractiveEpisode
+from oncurve.engines.native.sequence import ends_with_stop
+from oncurve.errors import DataError, ModelError, OncurveError, printable
 from oncurve.models.policy import Policy
-from oncurve.records import Prompt
-from oncurve.terminal.text import clean
+from oncurve.records import Environment, Observation, Prompt, StatefulEnvironment, StopReason
 
 INPUT_PROMPT = "› "
 
 
 @dataclass(frozen=True, slots=True)
 class ChatSettings:
-    """How answers are sampled. Temperature 0 is greedy."""
+    """How answers are sampled. Temperature 0 is greedy. ``environment`` runs the model's tool calls, and ``columns`` are those
+    of the row that it begins with."""
 
     max_new_tokens: int = 512
     temperature: float = 0.0
     system: str | None = None
     seed: int = 0
+    environment: Environment | StatefulEnvironment | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Printer(BaseStreamer):  # type: ignore[misc]
@@ -42,7 +49,7 @@ class Printer(BaseStreamer):  # type: ignore[misc]
 
     @property
     def text(self) -> str:
-        return clean(str(self.policy.tokenizer.decode(self.ids, skip_special_tokens=True)))
+        return printable(str(self.policy.tokenizer.decode(self.ids, skip_special_tokens=True)))
 
     def put(self, value: torch.Tensor) -> None:
         """transformers passes the prompt first, then one token at a time."""
@@ -65,12 +72,25 @@ class Printer(BaseStreamer):  # type: ignore[misc]
         self.shown = len(text)
 
 
+class TurnEnd(StoppingCriteria):  # type: ignore[misc]
+    """Ends a turn after one of the strings in the environment's `calls`."""
+
+    def __init__(self, policy: Policy, prompt_tokens: int, calls: tuple[str, ...]) -> None:
+        self.policy, self.prompt_tokens, self.calls = policy, prompt_tokens, calls
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **options: Any) -> torch.Tensor:
+        is_over = ends_with_stop(self.policy, input_ids[0, self.prompt_tokens :].tolist(), self.calls)
+        return torch.full((1,), is_over, device=input_ids.device)
+
+
 class Chat:
     """A conversation with a policy."""
 
     def __init__(self, policy: Policy, settings: ChatSettings) -> None:
         self.policy, self.settings = policy, settings
+        self.episode: InteractiveEpisode | None = None
         policy.model.set_attn_implementation("eager")
+        policy.model.generation_config = GenerationConfig()  # a model's own may penalise repetition or exclude tokens
         torch.manual_seed(settings.seed)
         self.reset()
 
@@ -78,6 +98,9 @@ class Chat:
         """Starts a new conversation."""
         system = self.settings.system or self.policy.system_prompt
         self.messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+        if self.episode is not None:
+            self.episode.close()
+            self.episode = None
 
     @property
     def is_chat_model(self) -> bool:
@@ -85,9 +108,58 @@ class Chat:
 
     def ask(self, text: str, out: TextIO) -> str:
         """Prints the answer to ``out`` and returns it."""
+        if self.settings.environment is not None:
+            return self._ask_with_environment(text, out)
         messages = [*self.messages, {"role": "user", "content": text}]
-        prompt = Prompt("chat", messages=tuple(messages)) if self.is_chat_model else Prompt("chat", text=text)
-        ids = torch.from_numpy(self.policy.encode(prompt))[None].to(self.policy.device)
+        printer, _ = self._sample(self.policy.encode(self._prompt(messages, text)).tolist(), out)
+        if self.is_chat_model:
+            self.messages = [*messages, {"role": "assistant", "content": printer.text}]
+        return printer.text
+
+    def _prompt(self, messages: Sequence[Mapping[str, str]], text: str) -> Prompt:
+        columns, environment = self.settings.columns, self.settings.environment
+        if self.is_chat_model:
+            return Prompt("chat", messages=tuple(messages), columns=columns, environment=environment)
+        return Prompt("chat", text=text, columns=columns, environment=environment)
+
+    def _ask_with_environment(self, text: str, out: TextIO) -> str:
+        """The same with an environment: the answer is the model's last turn."""
+        if self.episode is not None and self.is_chat_model:
+            self.episode.ask(text)
+        else:
+            self.reset()
+            prompt = self._prompt([*self.messages, {"role": "user", "content": text}], text)
+            self.episode = InteractiveEpisode(self.policy, prompt, self.settings.seed)
+            start = self.episode.start()
+            self.episode.open(None if start is None else start.result())
+        while True:
+            printer, turn_ids = self._sample(self.episode.token_ids, out, self.episode.prompt.calls)
+            is_called = bool(self.episode.prompt.calls) and ends_with_stop(self.policy, turn_ids, self.episode.prompt.calls)
+            stop: StopReason = "end" if turn_ids[-1] in self.policy.eos_ids else "stop_string" if is_called else "length"
+            observation = self.episode.answer(turn_ids, stop).result()
+            self._show(observation, out)
+            if self.episode.add(observation) is None:
+                return printer.text
+
+    def _show(self, observation: Observation, out: TextIO) -> None:
+        """Prints what the environment has answered. Raises DataError if it has failed."""
+        for call in observation.calls:
+            out.write(f"→ {printable(call.name)}: {printable(call.result)}\n")
+        if isinstance(observation.reply, str):
+            out.write(f"→ {printable(observation.reply)}\n")
+        out.flush()
+        if observation.failure is not None:
+            self.reset()
+            raise DataError(
+                "chat",
+                f"the environment failed: {printable(observation.failure)}",
+                because="the conversation can't continue without it",
+                fix="correct it, or leave out --tools",
+            )
+
+    def _sample(self, prompt_ids: Sequence[int], out: TextIO, calls: tuple[str, ...] = ()) -> tuple[Printer, list[int]]:
+        """Samples a turn while it is printed. Returns its printer, and its tokens with the end token."""
+        ids = torch.tensor([prompt_ids], device=self.policy.device)
         room = self.policy.max_positions - ids.shape[1]
         if room < 1:
             raise ModelError(
@@ -96,26 +168,27 @@ class Chat:
                 because=f"the model has {self.policy.max_positions} positions, including its answer",
                 fix="ask something shorter, or start a new conversation with /new",
             )
-        printer = Printer(self.policy, out)
-        self.policy.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=printer, **self._generation_options(room))
-        if self.is_chat_model:
-            self.messages = [*messages, {"role": "assistant", "content": printer.text}]
-        return printer.text
+        printer, options = Printer(self.policy, out), self._generation_options(room)
+        if calls:
+            options["stopping_criteria"] = StoppingCriteriaList([TurnEnd(self.policy, ids.shape[1], calls)])
+        self.policy.model.generate(ids, attention_mask=torch.ones_like(ids), streamer=printer, **options)
+        return printer, printer.ids
 
     def _generation_options(self, room: int) -> dict[str, Any]:
         settings = self.settings
-        options: dict[str, Any] = {
+        return {
             "max_new_tokens": min(settings.max_new_tokens, room),
             "eos_token_id": list(self.policy.eos_ids),
             "pad_token_id": self.policy.eos_ids[0],
             "do_sample": settings.temperature > 0,
+            "temperature": settings.temperature or 1.0,
+            "top_k": 0,
+            "top_p": 1.0,
         }
-        # Override the sampling settings that a model's generation config may contain.
-        return options | {"temperature": settings.temperature or 1.0, "top_k": 0, "top_p": 1.0}
 
 
 def converse(chat: Chat, lines: Iterable[str], out: TextIO, live: bool) -> None:
-    """Answers each line: one conversation at a terminal; from a pipe (``live`` is False) each line is a separate prompt."""
+    """Answers each line. At a terminal the lines are one conversation; from a pipe (``live`` is False) each is a new one."""
     if live:
         out.write(f"{_hint(chat)}\n")
     for line in lines:
@@ -128,7 +201,7 @@ def converse(chat: Chat, lines: Iterable[str], out: TextIO, live: bool) -> None:
             continue
         try:
             chat.ask(line, out)
-        except ModelError as error:
+        except OncurveError as error:
             if not live:
                 raise
             out.write(f"{error.what}: {error.because}; {error.fix}\n")

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
-from oncurve.terminal.text import clean
+from oncurve.errors import printable
 
 
 class SafeConsole(Console):
@@ -20,4 +20,4 @@ class SafeConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             is_safe = segment.control is not None or segment.text.isprintable()
-            yield segment if is_safe else Segment(clean(segment.text), segment.style)
+            yield segment if is_safe else Segment(printable(segment.text), segment.style)

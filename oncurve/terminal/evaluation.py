@@ -99,7 +99,7 @@ def _of_k_samples(report: EvalReport) -> list[tuple[str, float]]:
 def _row(name: str, solved: float, answers: int, samples: int) -> tuple[str, str, str, str]:
     low, high = interval_of(solved, answers, samples)
     share = percent(solved / answers, 1) if answers else DASH
-    is_count = abs(solved - round(solved)) < 1e-6  # pass@2 of 8 samples, for one, is an estimate
+    is_count = abs(solved - round(solved)) < 1e-6  # an estimate, such as pass@2 from 8 samples, is no count
     return name, share, f"{100 * low:.1f} – {100 * high:.1f} %", f"{round(solved)} of {answers}" if is_count else DASH
 
 

@@ -10,14 +10,17 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
+from oncurve.errors import printable
 from oncurve.records import STOP_REASONS, Aspect, Completion, GradedGroup, ScoredCompletion, TokenStats
-from oncurve.terminal.text import DASH, clean, number, score, shorten, signed
+from oncurve.terminal.text import DASH, number, score, shorten, signed
 
 if TYPE_CHECKING:  # `oncurve show` must not import torch
     from oncurve.operations.replay import ReplayResult
 
 NOTABLE_RATIO = 0.01
 """A ratio at least this far from 1 is shown; with one update per step there is none."""
+EMPTY = "(empty)"
+"""Shown for a completion without text: its only token is the end token."""
 Stats = Sequence[TokenStats | None]
 
 
@@ -63,7 +66,10 @@ def render_group(graded: GradedGroup, stats: Stats = (), decode: Decode | None =
     replied is on separate lines."""
     token_stats = list(stats) or [None] * len(graded.graded)
     prompt = graded.group.prompt
-    parts: list[RenderableType] = [Text.assemble(("prompt  ", "dim"), (prompt.id, "dim")), Text(clean(prompt.shown), "bold")]
+    parts: list[RenderableType] = [
+        Text.assemble(("prompt  ", "dim"), (prompt.id, "dim")),
+        Text(printable(prompt.shown), "bold"),
+    ]
     for rank, index in enumerate(graded.best_first, start=1):
         scored = graded.scored.scored[index]
         headline = _headline(graded, index, rank, token_stats[index])
@@ -74,31 +80,39 @@ def render_group(graded: GradedGroup, stats: Stats = (), decode: Decode | None =
 def turns_text(completion: Completion, decode: Decode | None) -> Text:
     """The completion's text, with each reply of an environment on a line that says so."""
     if decode is None or bool(completion.loss_mask.all()):
-        return Text(clean(completion.text))
+        return Text(printable(completion.text)) if completion.text else Text(EMPTY, "dim")
     tokens = zip(completion.loss_mask.tolist(), completion.token_ids.tolist(), strict=True)
     turns = [(is_policy, decode([token for _, token in ids])) for is_policy, ids in groupby(tokens, key=lambda pair: pair[0])]
     if "".join(text for _, text in turns) != completion.text:  # the tokens of a turn can't be decoded by themselves
-        return Text(clean(completion.text))
-    lines = [Text(clean(text)) if is_policy else Text(f"  environment: {clean(text)}", "cyan") for is_policy, text in turns]
+        return Text(printable(completion.text))
+    lines = [
+        Text(printable(text)) if is_policy else Text(f"  environment: {printable(text)}", "cyan") for is_policy, text in turns
+    ]
     return Text("\n").join(lines)
 
 
-def _headline(graded: GradedGroup, index: int, rank: int, stats: TokenStats | None) -> Text:
+def _headline(graded: GradedGroup, index: int, rank: int, stats: TokenStats | None) -> Table:
     scored = graded.scored.scored[index]
     advantage = graded.advantage_of(index)
     facts = [f"reward {score(scored.total)}"]
     facts += [f"{a.name} {_value(a)}" + ("" if a.weight == 1 else f" × {a.weight:g}") for a in scored.aspects]
-    facts += [f"{scored.completion.length} tokens", STOP_REASONS[scored.completion.stop]]
+    length = scored.completion.length
+    facts += [f"{length} token{'' if length == 1 else 's'}", STOP_REASONS[scored.completion.stop]]
     if not graded.graded[index]:
         facts.append("not graded")
     if stats is not None and len(stats.ratio) and float(abs(stats.ratio - 1).max()) > NOTABLE_RATIO:
         facts.append(f"largest ratio {number(float(stats.ratio.max()))}")
     label = ("advantage " + signed(advantage), _style(advantage))
-    return Text.assemble((f"{rank}. ", "dim"), label, ("  " + " · ".join(facts), "dim"))
+    line = Table.grid()  # in a narrow terminal, the second line is indented
+    line.add_row(Text(f"{rank}. ", "dim"), Text.assemble(label, ("  " + " · ".join(facts), "dim")))
+    return line
 
 
 def _reasons(scored: ScoredCompletion) -> list[RenderableType]:
-    failed = [Text(f"   {a.name} failed: {a.failure}", "red") for a in scored.aspects if a.failure is not None]
+    episode = scored.completion.episode
+    ended = None if episode is None else episode.outcome.failure
+    failed = [] if ended is None else [Text(f"   {ended}", "red")]
+    failed += [Text(f"   {a.name} failed: {a.failure}", "red") for a in scored.aspects if a.failure is not None]
     reasons = [Text(f"   {a.name}: {a.reason}", "dim") for a in scored.aspects if a.reason is not None]
     return [*failed, *reasons]
 
@@ -125,7 +139,7 @@ def _text(scored: ScoredCompletion, room: int) -> Text:
         return Text(shorten(f"! {scored.failure}", room), "red")
     if scored.completion.is_truncated:
         return Text.assemble(shorten(scored.completion.text, room - 12), (" ⋯ truncated", "yellow"))
-    return Text(shorten(scored.completion.text, room))
+    return Text(shorten(scored.completion.text, room)) if scored.completion.text else Text(EMPTY, "dim")
 
 
 def render_replay(result: ReplayResult, title: Text) -> RenderableType:

@@ -28,15 +28,21 @@ PART_STYLES: dict[str, tuple[str, str]] = {
     "kv pool": ("k", "black on cyan"),
     "sampling": ("s", "black on light_cyan1"),
     "reference": ("r", "black on grey70"),
+    "teacher": ("T", "black on grey58"),
     "reward model": ("R", "black on plum1"),
     "critic": ("c", "white on red3"),
     "cuda context": ("x", "white on grey37"),
 }
 """A letter and a colour for each part of memory, so that bars are readable without colours."""
 
+NO_FIT = "✗"
+"""Instead of the times of a plan that does not fit: they would be those of a run that can't happen."""
+
 
 def render_plan(job: Job, plan: Plan, plans: Sequence[Plan], assumed: str) -> RenderableType:
     """The plan of a job, next to the plans of other algorithms."""
+    points = scaling_points(job)
+    some_fail = not all(row.fits for row in points) or not all(other.fits for other in plans)
     return Group(
         _heading(job, assumed),
         Text(),
@@ -48,13 +54,16 @@ def render_plan(job: Job, plan: Plan, plans: Sequence[Plan], assumed: str) -> Re
         Text("\nseconds per step by phase", "bold"),
         _times(plans),
         Text("\nscaling, one setting changed at a time; other models are Qwen3", "bold"),
-        *_growth_tables(scaling_points(job)),
+        *_growth_tables(points),
+        *([Text(f"{NO_FIT} does not fit", "dim")] if some_fail else []),
+        *([] if job.gpu.is_cpu else [Text("a peak includes the KV cache and activations that fit into free memory", "dim")]),
     )
 
 
 def _heading(job: Job, assumed: str) -> Text:
     shape = job.shape
-    name = f"{shape.name}, {count(shape.parameters)} parameters"
+    active = f", {count(shape.active_parameters)} of them active" if shape.experts else ""
+    name = f"{shape.name}, {count(shape.parameters)} parameters{active}"
     device = "this machine's CPU" if job.gpu.is_cpu else f"{job.gpus} × {job.gpu.name}"
     lengths = f"{job.prompt_tokens} + {job.new_tokens} tokens"
     batch = f"{job.prompts} prompts × {job.sequences}, {lengths}, packs of {job.pack_tokens}, {job.dtype}"
@@ -62,11 +71,13 @@ def _heading(job: Job, assumed: str) -> Text:
 
 
 def _verdict(plan: Plan) -> RenderableType:
-    mark, style = ("✓", "bold green") if plan.fits else ("✗", "bold red")
+    mark, style = ("✓", "bold green") if plan.fits else (NO_FIT, "bold red")
     lines = Table.grid(padding=(0, 1, 0, 0))
     lines.add_column(no_wrap=True)
     lines.add_column()
     lines.add_row(Text(mark, style), Text(f"{plan.title} {plan.verdict}", style))
+    if plan.memory_note:
+        lines.add_row("", Text(plan.memory_note))
     if not plan.fits and not plan.fixes:
         lines.add_row("", Text("no change that was tried makes it fit, up to 64 GPUs", "red"))
     for i, fix in enumerate(plan.fixes):
@@ -74,10 +85,20 @@ def _verdict(plan: Plan) -> RenderableType:
     if plan.largest is not None:
         text = f"{plan.job.algorithm} fits up to {count(plan.largest)} parameters here at this width"
         lines.add_row("", Text(text if plan.fits else f"{text}; {plan.job.shape.name} has {count(plan.job.shape.parameters)}"))
+    if not plan.job.gpu.is_cpu:
+        lines.add_row("", Text(_longest_line(plan), "dim"))
     gpus = smallest_gpus(plan.job)
     if plan.job.gpus == 1 and not plan.job.gpu.is_cpu:
         lines.add_row("", Text(f"single GPUs that it fits on unchanged: {', '.join(gpus) if gpus else 'none known'}", "dim"))
     return lines
+
+
+def _longest_line(plan: Plan) -> str:
+    longest, context = plan.longest_completion, plan.job.shape.context
+    if not longest:
+        return "no completion fits, however short"
+    limit = f"; the model's context is {context:,}" if context and longest > context else ""
+    return f"longest completion that fits with these settings: {longest:,} tokens{limit}"
 
 
 def _fix_line(fix: Fix, lead: tuple[str, str]) -> Text:
@@ -100,7 +121,7 @@ class Bars:
             line = Text(f"{plan.title:<{names}}  ")
             line.append_text(bar(peak, largest, self.device, width))
             line.append(f" {peak.total / GIB:>7.1f} GiB ")
-            line.append(f"{'✓' if plan.fits else '✗'} {peak.name}", "green" if plan.fits else "red")
+            line.append(f"{'✓' if plan.fits else NO_FIT} {peak.name}", "green" if plan.fits else "red")
             if not plan.job.gpu.is_cpu and plan.least < peak.total - GIB // 20:
                 line.append(f", at least {plan.least / GIB:.1f}", "dim")
             yield line
@@ -158,9 +179,9 @@ def _times(plans: Sequence[Plan]) -> RenderableType:
     for plan in plans:
         table.add_column(plan.title, justify="right")
     for name in dict.fromkeys(name for plan in plans for name in plan.seconds.phases):
-        table.add_row(name, *(_seconds(plan.seconds.phases.get(name)) for plan in plans))
-    table.add_row("step", *(_seconds(plan.seconds.step) for plan in plans), style="bold")
-    table.add_row("samples per day", *(number(plan.seconds.samples_per_day) for plan in plans))
+        table.add_row(name, *(_seconds(plan.seconds.phases.get(name) if plan.fits else None) for plan in plans))
+    table.add_row("step", *(_seconds(plan.seconds.step) if plan.fits else NO_FIT for plan in plans), style="bold")
+    table.add_row("samples per day", *(number(plan.seconds.samples_per_day) if plan.fits else NO_FIT for plan in plans))
     table.add_row("trained parameters", *(count(plan.trained) for plan in plans))
     table.add_row("parameters in memory", *(count(plan.resident_parameters) for plan in plans))
     return table
@@ -205,5 +226,5 @@ def _growth(rows: Sequence[ScalingPoint]) -> RenderableType:
     for row in rows:
         table.add_column(row.value.removeprefix(family), justify="right", style="bold" if row.asked else "")
     table.add_row("peak, GiB", *(_gib(row.peak) for row in rows))
-    table.add_row("step", *(seconds_text(row.step_seconds) for row in rows))
+    table.add_row("step", *(seconds_text(row.step_seconds) if row.fits else NO_FIT for row in rows))
     return table

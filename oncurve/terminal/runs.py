@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -36,9 +36,10 @@ def render_runs(entries: Sequence[RunEntry]) -> RenderableType:
     for head in ("run", "status", "step"):
         table.add_column(head, no_wrap=True)
     table.add_column("held-out", justify="right", no_wrap=True)
-    table.add_column("best", no_wrap=True)
-    table.add_column("started", justify="right", no_wrap=True)
-    table.add_column("", overflow="fold")
+    table.add_column("best")
+    table.add_column("age", justify="right", no_wrap=True)
+    remarks = Table.grid(padding=(0, 2, 0, 0))
+    remarks.add_column(no_wrap=True)
     for entry in entries:
         data = run_data(entry)
         at = next((f"{s['name']} {s['done']}/{s['steps']}" for s in reversed(data["stages"])), DASH)
@@ -48,10 +49,11 @@ def render_runs(entries: Sequence[RunEntry]) -> RenderableType:
             at,
             _heldout(data),
             _best(entry),
-            ago(data["created"]),
-            Text(_remark(data), "dim"),
+            _age(data["created"]),
         )
-    return table
+        if remark := _remark(data):
+            remarks.add_row(Text(entry.name, "bold"), Text(remark, "dim"))
+    return Group(table, *(("", remarks) if remarks.row_count else ()))
 
 
 def _heldout(data: dict[str, Any]) -> str:
@@ -107,11 +109,16 @@ def _remark(data: dict[str, Any]) -> str:
     return f"fork of {data['parent']['run']} at {data['parent']['stage']} {data['parent']['step']}: {changes}"
 
 
-def ago(created: float | None) -> str:
+def _age(created: float | None) -> str:
     if created is None:
         return DASH
     seconds = max(0.0, time.time() - created)
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= unit:
-            return f"{int(seconds // unit)} {name} ago"
-    return "just now"
+            return f"{int(seconds // unit)} {name}"
+    return "now"
+
+
+def ago(created: float | None) -> str:
+    age = _age(created)
+    return {"now": "just now", DASH: DASH}.get(age, f"{age} ago")

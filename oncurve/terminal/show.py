@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,19 +16,20 @@ from rich.text import Text
 
 from oncurve.distributed.rank_status import RankStatus, read_statuses
 from oncurve.errors import OncurveError
-from oncurve.recipe.load import flatten, load_recipe
+from oncurve.recipe.load import flatten
 from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import GradedGroup
 from oncurve.runs.bad_batches import FOLDER, BadBatch, bad_batches
 from oncurve.runs.database.reader import SECONDS, RunReader, StageRow
 from oncurve.runs.folder import Parent, RunEntry, RunFolder, forks_of
-from oncurve.runs.metrics import MAIN_CURVES
+from oncurve.runs.metrics import main_curves
 from oncurve.runs.views import completion_view, eval_view, finite_values, group_view
 from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import Decode, GroupTable, render_group
 from oncurve.terminal.live.progress import Heldout
 from oncurve.terminal.runs import STYLES, ago, best_line, run_data
 from oncurve.terminal.text import DASH, duration, number, percent, score, shorten, shorten_all, sparkline
+from oncurve.trust import load_recipe_of
 
 MAX_EVENTS = 12
 """Events of a cluster that are shown, the last ones."""
@@ -93,15 +93,10 @@ def _stage_line(stage: StageRow) -> Text:
 
 def _curves(store: RunReader, stage: StageRow) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    for name in MAIN_CURVES.get(stage.type, ("loss",)):
+    for name in main_curves(stage.type, lambda name: bool(store.metric(name, stage.name))):
         values = [value for _, value in store.metric(name, stage.name)]
-        if values:
-            table.add_row(
-                Text(f"  {name}", "dim"),
-                number(values[0]),
-                Text(sparkline(values, 40), "cyan"),
-                Text(number(values[-1]), "bold"),
-            )
+        curve = Text(sparkline(values, 40), "cyan")
+        table.add_row(Text(f"  {name}", "dim"), number(values[0]), curve, Text(number(values[-1]), "bold"))
     heldout = [result for report in store.evals(stage.name) for result in Heldout.of(report)]
     if len(heldout) > 1:
         bounds = (None, None) if heldout[-1].what == "reward" else (0.0, 1.0)
@@ -132,7 +127,7 @@ def _changes(parent: Parent, folder: RunFolder) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
     for head in ("changed", "before", "now"):
         table.add_column(head, overflow="fold")
-    before = _values(folder.recipe)
+    before = _values(folder)
     for key, value in parent.changes.items():
         table.add_row(key, str(before.get(key, DASH)), Text(str(value), "bold"))
     if not parent.changes:
@@ -140,10 +135,10 @@ def _changes(parent: Parent, folder: RunFolder) -> Table:
     return table
 
 
-def _values(recipe: Path) -> dict[str, Any]:
-    """Every dotted key of a resolved recipe, stages and rewards by name; empty if the recipe can't be read."""
+def _values(run: RunFolder) -> dict[str, Any]:
+    """Every dotted key of a run's recipe, stages and rewards by name; empty if the recipe can't be read."""
     try:
-        return flatten(load_recipe(recipe))
+        return flatten(load_recipe_of(run))
     except OncurveError:
         return {}
 
@@ -156,7 +151,7 @@ def _last_figures(store: RunReader, stage: str) -> dict[str, str]:
     figures = {"step": str(row.done)}
     for last in Heldout.of(evals[-1]) if evals else []:
         figures[f"held-out {last.what}"] = last.shown
-    return figures | {name: number(metrics[name]) for name in MAIN_CURVES.get(row.type, ("loss",)) if name in metrics}
+    return figures | {name: number(metrics[name]) for name in main_curves(row.type, metrics.__contains__)}
 
 
 def _advice(run: RunFolder, stages: list[StageRow]) -> Text:
@@ -179,10 +174,11 @@ def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for column in ("group", "rewards, best first", "tokens"):
         table.add_column(column, justify="right" if column != "rewards, best first" else "left", no_wrap=True)
-    table.add_column("prompt", no_wrap=True, overflow="ellipsis")
+    table.add_column("prompt")  # the only column that may shrink: the others are no_wrap
     prompts = shorten_all([graded.group.prompt.shown for graded in report.groups], 40)
     for position, (graded, prompt) in enumerate(zip(report.groups, prompts, strict=True)):
-        table.add_row(str(position), _reward_row(graded), _lengths(graded), prompt)
+        cut = Text(prompt, no_wrap=True, overflow="ellipsis")
+        table.add_row(str(position), _reward_row(graded), _lengths(graded), cut)
     advice = Text(f"a group in full: oncurve show {run.shown} --stage {name} --step {step} --group 0", "dim")
     return Group(head, metrics, Text(), table, Text(), advice)
 
@@ -313,6 +309,8 @@ def bad_data(run: RunFolder) -> list[dict[str, Any]]:
 FIGURES = {
     "tokens_per_s": ("completion tokens/s over the complete step", 1.0, ""),
     "sample_tokens_per_s": ("while sampling", 1.0, ""),
+    "tokens_per_pass": ("tokens per completion and pass", 1.0, ""),
+    "draft_accepted": ("of drafted tokens accepted", 100.0, " %"),
     "update_tflops": ("in the update", 1.0, " TFLOP/s"),
     "mfu": ("MFU", 100.0, " %"),
     "memory_mib": ("peak memory", 1 / 1024, " GiB"),

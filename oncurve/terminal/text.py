@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise, takewhile
 from typing import TypeGuard
 
+from oncurve.errors import printable
+
 DASH = "–"
 
 
@@ -67,14 +69,9 @@ def model_size(parameters: int) -> str:
     return f"{size(parameters)} parameters" if parameters else "no model"
 
 
-def clean(text: str) -> str:
-    """Replaces control characters: a model may write escape codes, which a terminal would execute."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
-
-
 def one_line(text: str) -> str:
     """Text for a table cell, with line breaks as ⏎."""
-    return clean(text.replace("\r\n", "⏎").replace("\n", "⏎").replace("\t", " "))
+    return printable(text.replace("\r\n", "⏎").replace("\n", "⏎").replace("\t", " "))
 
 
 def shorten(text: str, width: int) -> str:

@@ -10,16 +10,13 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
-import os
-import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from oncurve.errors import CheckpointError, DiskError, OncurveError
@@ -185,22 +182,11 @@ def _write_document(path: Path, name: str, text: bytes) -> dict[str, Any]:
 
 def _write_tensors(path: Path, name: str, tensors: Tensors) -> dict[str, Any]:
     untied, aliases = _untie(tensors)
-    try:
-        save_file(untied, path)
-    except SafetensorError as error:
-        _raise_os_error(error)
+    save_file(untied, path)
     # safetensors creates files that only the owner may read; a checkpoint has the permissions of its folder.
     path.chmod(path.parent.stat().st_mode & 0o666)
     sync(path)
     return {"name": name, **_measure(path), "aliases": aliases}
-
-
-def _raise_os_error(error: SafetensorError) -> NoReturn:
-    """safetensors wraps the system's errors in its own exception; the errno is in its text."""
-    number = re.search(r"os error (\d+)", str(error))
-    if number is None:
-        raise error
-    raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
 
 
 def _untie(tensors: Tensors) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

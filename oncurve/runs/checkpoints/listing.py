@@ -22,7 +22,17 @@ from oncurve.runs.folder import RunFolder
 
 HELDOUT = "heldout_accuracy"
 """Selects checkpoints by held-out accuracy, or by held-out reward if there is no verifiable reward. Not a metric of a step."""
-LOWER_IS_BETTER = ("loss", "policy_loss", "heldout_loss", "kl", "failure_share", "cut_share", "no_signal_share", "mismatch_kl")
+LOWER_IS_BETTER = (
+    "loss",
+    "policy_loss",
+    "heldout_loss",
+    "kl",
+    "failure_share",
+    "cut_share",
+    "no_signal_share",
+    "mismatch_kl",
+    "teacher_divergence",
+)
 """Metrics of which the lowest value is the best; of all others the highest."""
 
 
@@ -85,7 +95,8 @@ def list_checkpoints(folder: Path) -> list[CheckpointEntry]:
 
 
 BEST = "best"
-"""RUN@best names the checkpoint with the best value of its stage's `keep_best`, or the best held-out result if it is unset."""
+"""RUN@best names the checkpoint with the best value of its stage's `keep_best`, or the best held-out result if it is unset. Of
+equal values it is the earliest step that has a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,8 @@ class BestStep:
 
 def best_of_run(run: RunFolder, *, with_checkpoint: bool = False) -> BestStep | None:
     """The best step of the last stage that has a value of its `keep_best`, or a held-out result if that is unset.
-    ``with_checkpoint``: of the steps whose checkpoint was kept."""
+    Of equal values it is the earliest step that has a checkpoint, or the earliest if none has one. ``with_checkpoint``: of the
+    steps whose checkpoint was kept."""
     entries = {(entry.stage, entry.step): entry for entry in list_checkpoints(run.checkpoints)}
     chosen = _keep_best_of(run)
     with RunReader.open(run.path) as store:
@@ -114,6 +126,8 @@ def best_of_run(run: RunFolder, *, with_checkpoint: bool = False) -> BestStep | 
             steps = [step for step in values if step > 0 and (not with_checkpoint or (stage.name, step) in entries)]
             step = best_step(store, stage.name, metric, steps)
             if step is not None:
+                equals = (other for other in steps if values[other] == values[step])
+                step = min(equals, key=lambda other: ((stage.name, other) not in entries, other))
                 has_accuracy = metric == HELDOUT and any(e.accuracy is not None for e in store.evals(stage.name))
                 shown = metric if metric != HELDOUT else f"held-out {'accuracy' if has_accuracy else 'reward'}"
                 return BestStep(stage.name, step, shown, values[step], entries.get((stage.name, step)))

@@ -82,9 +82,16 @@ CREATE TABLE events (
   ``logps``; one number in ``advantages`` means that number at every token. An eval without ``accuracy`` had no verifiable
   reward; its mean reward is in its ``metrics``.
 - ``replies`` holds the results of non-deterministic rewards for the groups of a step, including groups that dynamic sampling
-  dropped. They survive a resume, so that a repeated step gets the same rewards.
+  dropped. They survive a resume, so that a repeated step gets the same rewards. What stateful environments answer is there too,
+  from the moment it arrives, with the seconds that it took (``oncurve.agents.episode_record``).
 - ``versions`` has a row only if the weights may have changed while a completion was sampled (asynchronous runs): JSON pairs of
   the first token and the number of updates of the weights that sampled it and the tokens after it.
+- ``contexts`` has a row for each further sequence of an agent's rollout: from token ``first`` on, the completion follows these
+  token ids instead of its group's prompt.
+- ``episodes`` has a row for each completion that talked to a stateful environment, or that an agent wrote: JSON of its turns,
+  each with its tokens [start, end) and the answer to it, and of its outcome.
+- ``routing`` has a row for each completion of a mixture of experts whose experts were recorded (`routing_replay`), and
+  ``prompt_routing`` one for each prompt: 16-bit integers, for each token the experts that it took, layer by layer.
 """
 
 ADDED = """
@@ -94,6 +101,19 @@ CREATE TABLE IF NOT EXISTS replies (
 ) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS versions (
     completion_id INTEGER PRIMARY KEY REFERENCES completions(id) ON DELETE CASCADE, versions TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS contexts (
+    completion_id INTEGER NOT NULL REFERENCES completions(id) ON DELETE CASCADE, first INTEGER NOT NULL,
+    token_ids BLOB NOT NULL, PRIMARY KEY (completion_id, first)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS episodes (
+    completion_id INTEGER PRIMARY KEY REFERENCES completions(id) ON DELETE CASCADE, episode TEXT NOT NULL
+);
+CREATE TABLE IF NOT EXISTS routing (
+    completion_id INTEGER PRIMARY KEY REFERENCES completions(id) ON DELETE CASCADE, routing BLOB NOT NULL
+);
+CREATE TABLE IF NOT EXISTS prompt_routing (
+    group_id INTEGER PRIMARY KEY REFERENCES groups(id) ON DELETE CASCADE, routing BLOB NOT NULL
 );
 """
 """Tables that are newer than the first runs. A writer creates them if they are missing."""

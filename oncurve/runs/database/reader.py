@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from oncurve.errors import RunError, did_you_mean
-from oncurve.records import Aspect, EvalReport, GradedGroup, ScoredGroup, StepReport, TokenStats
+from oncurve.records import EvalReport, GradedGroup, Ints, ScoredGroup, StepReport, TokenStats
 from oncurve.runs.database.connection import DATABASE, database_errors, open_database
 from oncurve.runs.metrics import is_repeatable
 
@@ -212,6 +213,11 @@ class RunReader:
         rows = self._query("SELECT step, value FROM metrics WHERE stage = ? AND name = ? ORDER BY step", stage, name)
         return self._decoded(rows, lambda row: (int(row["step"]), _number_or_nan(row["value"])))
 
+    def metric_names(self, stage: str) -> list[str]:
+        """The names of all metrics that a stage has logged."""
+        rows = self._query("SELECT DISTINCT name FROM metrics WHERE stage = ? ORDER BY name", stage)
+        return [row["name"] for row in rows]
+
     def metrics_of(self, stage: str, step: int) -> dict[str, float]:
         """Every metric of a step by name, its time by phase included as ``seconds/<phase>``."""
         rows = self._query("SELECT name, value FROM metrics WHERE stage = ? AND step = ? ORDER BY name", stage, step)
@@ -276,6 +282,31 @@ class RunReader:
         query = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
         return dict(self._decoded(self._query(query, stage, step, kind), lambda row: (str(row["key"]), str(row["reply"]))))
 
+    def last_answers(self, most: int, max_tokens: int) -> dict[str, tuple[Ints, ...]]:
+        """By prompt, its last answers, ``most`` of each, those recorded last at the end; of many prompts the last ones, whose
+        answers have ``max_tokens`` tokens together."""
+        from oncurve.runs.database import row_codec
+
+        last = "SELECT max(id) AS last FROM groups GROUP BY prompt_id"
+        lengths = self._query(
+            f"""SELECT last, total(length) FROM ({last}) JOIN completions ON group_id = last AND position < ?
+                GROUP BY last ORDER BY last DESC""",
+            most,
+        )
+        totals = zip(lengths, accumulate(row[1] for row in lengths), strict=True)
+        before = next((row["last"] for row, tokens in totals if tokens > max_tokens), 0)
+        rows = self._query(
+            f"""SELECT prompt_id, token_ids FROM ({last}) JOIN groups ON groups.id = last
+                JOIN completions ON group_id = last JOIN tokens ON completion_id = completions.id
+                WHERE last > ? AND completions.position < ? ORDER BY last, completions.position""",
+            before,
+            most,
+        )
+        answers: dict[str, tuple[Ints, ...]] = {}
+        for prompt, ids in self._decoded(rows, lambda row: (row_codec.text_of(row["prompt_id"]) or "", row_codec.ints(row[1]))):
+            answers[prompt] = (*answers.get(prompt, ()), ids)
+        return answers
+
     def versions(self, stage: str, step: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
         """By (group, completion): which weights sampled it, as (first token, number of updates). Asynchronous runs only."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'versions'"):
@@ -307,6 +338,11 @@ class RunReader:
         for query in CONTENT:
             for row in self._query(query):
                 digest.update(repr(tuple(row)).encode())
+        for table in ("contexts", "episodes", "routing", "prompt_routing"):
+            known = self._query("SELECT 1 FROM sqlite_master WHERE name = ?", table)
+            for row in self._query(f"SELECT * FROM {table} ORDER BY 1, 2") if known else ():
+                content = (row["completion_id"], _without_times(row["episode"])) if table == "episodes" else tuple(row)
+                digest.update(repr(content).encode())
         for row in self._query("SELECT stage, step, name, value FROM metrics ORDER BY stage, name, step"):
             if is_repeatable(row["name"]):
                 digest.update(repr(tuple(row)).encode())
@@ -320,7 +356,7 @@ class RunReader:
             return [_recorded_group(scored, rows) for scored, rows in groups]
 
     def _scored(self, stage: str, step: int, kind: Kind, position: int | None = None) -> list[ScoredRows]:
-        """The groups of a step, each with its completions' rows: three queries, however many groups there are."""
+        """The groups of a step, each with its completions' rows: one query a table, however many groups there are."""
         from oncurve.runs.database import row_codec
 
         where = "stage = ? AND step = ? AND kind = ? AND groups.position BETWEEN ? AND ?"
@@ -336,16 +372,34 @@ class RunReader:
         aspect_rows = self._query(
             f"SELECT aspects.* {of_groups.format('aspects')} ORDER BY completion_id, aspects.position", *values
         )
-        aspects: dict[int, list[Aspect]] = {}
+        context_rows = self._added_rows("contexts", of_groups, values)
+        episode_rows = self._added_rows("episodes", of_groups, values)
+        routing_rows = self._added_rows("routing", of_groups, values)
+        of_prompts = f"FROM groups JOIN {{}} ON group_id = groups.id WHERE {where}"
+        prompt_routing_rows = self._added_rows("prompt_routing", of_prompts, values)
+        others = row_codec.CompletionRows()
         by_group: dict[int, list[sqlite3.Row]] = {group["id"]: [] for group in groups}
         with self._damage():
             for row in aspect_rows:
-                aspects.setdefault(row["completion_id"], []).append(row_codec.aspect_of(row))
+                others.aspects.setdefault(row["completion_id"], []).append(row_codec.aspect_of(row))
+            for row in context_rows:
+                context = (int(row["first"]), row_codec.ints(row["token_ids"]))
+                others.contexts.setdefault(row["completion_id"], []).append(context)
+            for row in episode_rows:
+                others.episodes[row["completion_id"]] = row_codec.episode_of(row["episode"])
+            others.routing |= {row["completion_id"]: row["routing"] for row in routing_rows}
+            others.prompt_routing |= {row["group_id"]: row["routing"] for row in prompt_routing_rows}
             for row in completions:
                 by_group[row["group_id"]].append(row)
             return [
-                (row_codec.scored_group_of(group, by_group[group["id"]], aspects), by_group[group["id"]]) for group in groups
+                (row_codec.scored_group_of(group, by_group[group["id"]], others), by_group[group["id"]]) for group in groups
             ]
+
+    def _added_rows(self, table: str, of_groups: str, values: Sequence[Any]) -> list[sqlite3.Row]:
+        """The rows of a newer table for some groups; none if the run is older than the table."""
+        if not self._query("SELECT 1 FROM sqlite_master WHERE name = ?", table):
+            return []
+        return self._query(f"SELECT {table}.* {of_groups.format(table)} ORDER BY 1, 2", *values)
 
     def _last_id(self, table: Literal["groups", "completions", "events"]) -> int:
         return self._number(f"SELECT coalesce(max(id), 0) FROM {table}")
@@ -353,6 +407,14 @@ class RunReader:
     def _recorded_steps(self) -> str:
         known = ", ".join(f"{stage.name} 1 to {stage.done}" for stage in self.stages() if stage.done)
         return f"recorded steps: {known}" if known else "no step is recorded yet"
+
+
+def _without_times(episode: str) -> str:
+    """An episode's cell without how long its tool calls took."""
+    data = json.loads(episode)
+    for _, _, observation in data["turns"]:
+        observation["calls"] = [call[:4] for call in observation.get("calls", ())]
+    return json.dumps(data)
 
 
 def _record(kind: Callable[..., T], values: Sequence[Any]) -> T:

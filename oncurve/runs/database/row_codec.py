@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sqlite3
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast, get_args
 
 import numpy as np
@@ -15,15 +15,20 @@ from oncurve.records import (
     Aspect,
     Bools,
     Completion,
+    EpisodeRecord,
     Floats,
     GradedGroup,
     Group,
     Ints,
+    Observation,
+    Outcome,
     Prompt,
+    Routing,
     ScoredCompletion,
     ScoredGroup,
     StopReason,
     TokenStats,
+    ToolCall,
 )
 
 Row = tuple[Any, ...]
@@ -45,6 +50,17 @@ def int_blob(values: Ints) -> bytes:
 
 def ints(blob: bytes) -> Ints:
     return np.frombuffer(blob, dtype="<i4").astype(np.int64)
+
+
+def routing_blob(values: Routing) -> bytes:
+    return np.asarray(values, dtype="<i2").tobytes()
+
+
+def routing_of(blob: bytes, tokens: int) -> Routing:
+    """[tokens, E] from the number of tokens."""
+    if tokens == 0 or len(blob) % (2 * tokens):
+        raise ValueError(f"routing has {len(blob)} bytes for {tokens} tokens")
+    return np.frombuffer(blob, dtype="<i2").astype(np.int16).reshape(tokens, -1)
 
 
 def bool_blob(values: Bools) -> bytes:
@@ -105,6 +121,10 @@ class StepRows:
     aspects: list[Row] = field(default_factory=list)
     tokens: list[Row] = field(default_factory=list)
     versions: list[Row] = field(default_factory=list)
+    contexts: list[Row] = field(default_factory=list)
+    episodes: list[Row] = field(default_factory=list)
+    routing: list[Row] = field(default_factory=list)
+    prompt_routing: list[Row] = field(default_factory=list)
 
 
 Graded = GradedGroup | ScoredGroup
@@ -119,6 +139,8 @@ def group_rows(
     for position, (graded, group_stats) in enumerate(zip(groups, stats, strict=True)):
         group_id = last_group + 1 + position
         rows.groups.append(_group_row(group_id, stage, step, position, graded))
+        if graded.group.prompt_routing is not None:
+            rows.prompt_routing.append((group_id, routing_blob(graded.group.prompt_routing)))
         scored = graded.scored.scored if isinstance(graded, GradedGroup) else graded.scored
         for index, (completion, token_stats) in enumerate(zip(scored, group_stats, strict=True)):
             last_completion += 1
@@ -129,6 +151,11 @@ def group_rows(
             rows.tokens.append(_token_row(last_completion, completion.completion, advantages, token_stats))
             if completion.completion.versions is not None:
                 rows.versions.append((last_completion, to_json(completion.completion.versions)))
+            if completion.completion.episode is not None:
+                rows.episodes.append((last_completion, episode_json(completion.completion.episode)))
+            if completion.completion.routing is not None:
+                rows.routing.append((last_completion, routing_blob(completion.completion.routing)))
+            rows.contexts += [(last_completion, first, int_blob(ids)) for first, ids in completion.completion.contexts]
     return rows
 
 
@@ -252,8 +279,65 @@ def stats_of(row: sqlite3.Row) -> TokenStats | None:
     )
 
 
-def scored_group_of(group: sqlite3.Row, completions: Sequence[sqlite3.Row], aspects: Mapping[int, list[Aspect]]) -> ScoredGroup:
-    """A group from its row, its completions' rows (joined with their tokens), and their aspects by completion id."""
-    scored = tuple(ScoredCompletion(completion_of(row), tuple(aspects.get(row["id"], ()))) for row in completions)
-    sampled = Group(prompt_of(group), ints(group["prompt_ids"]), tuple(s.completion for s in scored))
+def episode_json(episode: EpisodeRecord) -> str:
+    turns = [[start, end, _observation_cell(observation)] for start, end, observation in episode.turns]
+    return to_json({"turns": turns, "reward": episode.outcome.reward, "failure": episode.outcome.failure})
+
+
+def _observation_cell(observation: Observation) -> dict[str, Any]:
+    """Without the fields that are empty. A reply is a text, a list of messages, or tokens."""
+    reply = {"tokens": observation.reply} if isinstance(observation.reply, np.ndarray) else observation.reply
+    calls = [
+        [call.name, call.arguments, call.result, call.failure, call.seconds, *(() if call.value is None else (call.value,))]
+        for call in observation.calls
+    ]
+    cell: dict[str, Any] = {"reply": reply, "message": observation.message, "calls": calls or None}
+    cell |= {"reward": observation.reward, "failure": observation.failure}
+    return {name: value for name, value in cell.items() if value is not None}
+
+
+def episode_of(cell: Any) -> EpisodeRecord:
+    data = json.loads(_typed(str, cell))
+    turns = tuple((int(start), int(end), _observation_of(observation)) for start, end, observation in data["turns"])
+    return EpisodeRecord(turns, Outcome(data["reward"], data["failure"]))
+
+
+def _observation_of(cell: Mapping[str, Any]) -> Observation:
+    reply = cell.get("reply")
+    if isinstance(reply, dict):
+        reply = np.asarray(reply["tokens"], np.int64)
+    elif isinstance(reply, list):
+        reply = tuple(reply)
+    calls = tuple(ToolCall(*call) for call in cell.get("calls", ()))
+    return Observation(reply, cell.get("message"), calls, cell.get("reward"), cell.get("failure"))
+
+
+@dataclass(slots=True)
+class CompletionRows:
+    """What other tables hold of completions, by completion id."""
+
+    aspects: dict[int, list[Aspect]] = field(default_factory=dict)
+    contexts: dict[int, list[tuple[int, Ints]]] = field(default_factory=dict)
+    episodes: dict[int, EpisodeRecord] = field(default_factory=dict)
+    routing: dict[int, bytes] = field(default_factory=dict)
+    prompt_routing: dict[int, bytes] = field(default_factory=dict)
+    """By group id."""
+
+
+def scored_group_of(group: sqlite3.Row, completions: Sequence[sqlite3.Row], others: CompletionRows) -> ScoredGroup:
+    """A group from its row, its completions' rows (joined with their tokens), and what other tables hold of them."""
+
+    def scored_of(row: sqlite3.Row) -> ScoredCompletion:
+        contexts, episode = tuple(others.contexts.get(row["id"], ())), others.episodes.get(row["id"])
+        completion = replace(completion_of(row), contexts=contexts, episode=episode)
+        if row["id"] in others.routing:
+            completion = replace(completion, routing=routing_of(others.routing[row["id"]], len(completion.token_ids)))
+        return ScoredCompletion(completion, tuple(others.aspects.get(row["id"], ())))
+
+    scored = tuple(map(scored_of, completions))
+    prompt_ids, prompt_routing, first = ints(group["prompt_ids"]), None, scored[0].completion if scored else None
+    if group["id"] in others.prompt_routing and first is not None and first.routing is not None:
+        blob, experts = others.prompt_routing[group["id"]], first.routing.shape[1]
+        prompt_routing = routing_of(blob, len(prompt_ids) - 1) if blob else np.zeros((0, experts), np.int16)
+    sampled = Group(prompt_of(group), prompt_ids, tuple(s.completion for s in scored), prompt_routing)
     return ScoredGroup(sampled, scored)

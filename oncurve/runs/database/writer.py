@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from oncurve.records import EvalReport, StepReport
+from oncurve.runs.atomic_files import disk_errors, sync
 from oncurve.runs.database import row_codec
 from oncurve.runs.database.connection import DATABASE, create_database, database_errors, open_database, take_lock
 from oncurve.runs.database.reader import SECONDS, Kind, RunReader
@@ -113,6 +114,12 @@ class RunWriter(RunReader):
             write.execute("DELETE FROM replies WHERE stage = ? AND step > ?", (stage, step))
             write.execute("DELETE FROM replies WHERE stage NOT IN (SELECT name FROM stages)")
 
+    def forget_rollbacks_after(self, stage: str, step: int) -> None:
+        """For a fork: it has not rolled back to the steps that follow, and events of its parent must not change its samples."""
+        with self._transaction() as write:
+            later = "stage = ? AND step > ? OR stage NOT IN (SELECT name FROM stages)"
+            write.execute(f"DELETE FROM events WHERE kind = 'rollback' AND ({later})", (stage, step))
+
     def forget_after(self, stage: str, step: int) -> None:
         """Deletes what a stage recorded after ``step`` and every later stage, before those steps are repeated.
 
@@ -130,6 +137,11 @@ class RunWriter(RunReader):
         """Waits until everything recorded is on disk, and merges the write-ahead log into the database."""
         with database_errors(self.path):
             self._connection.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+        # If a reader keeps an old state of the database open, SQLite can't merge the log, and does not sync it either.
+        log = self.path.with_name(f"{self.path.name}-wal")
+        with disk_errors(log):
+            if log.exists():  # not on a disk that has no shared memory, where SQLite keeps another kind of log
+                sync(log)
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
@@ -158,6 +170,10 @@ class RunWriter(RunReader):
         write.executemany(f"INSERT INTO aspects VALUES ({_marks(8)})", rows.aspects)
         write.executemany(f"INSERT INTO tokens VALUES ({_marks(12)})", rows.tokens)
         write.executemany("INSERT INTO versions VALUES (?, ?)", rows.versions)
+        write.executemany("INSERT INTO contexts VALUES (?, ?, ?)", rows.contexts)
+        write.executemany("INSERT INTO episodes VALUES (?, ?)", rows.episodes)
+        write.executemany("INSERT INTO routing VALUES (?, ?)", rows.routing)
+        write.executemany("INSERT INTO prompt_routing VALUES (?, ?)", rows.prompt_routing)
 
 
 def _marks(count: int) -> str:

@@ -24,6 +24,8 @@ from oncurve.training.listeners import Listener
 REFRESH_PER_S = 4
 LINE_EVERY_S = 10.0
 """Seconds between two lines in a log."""
+FACTS = frozenset({"engine", "model", "deterministic"})
+"""Kinds of events that only describe the run. All others are printed in yellow."""
 
 
 class LiveDisplay(Listener):
@@ -83,7 +85,7 @@ class LiveDisplay(Listener):
     def on_event(self, kind: str, message: str, stage: str | None = None, step: int | None = None) -> None:
         if kind == "signal" and self.live is not None:
             self._stop()  # a second signal ends the process at once, which must not leave the cursor hidden
-        self.say(message, "yellow")
+        self.say(message, "" if kind in FACTS else "yellow")
 
     def on_run_end(self, status: str) -> None:
         self._stop()
@@ -118,6 +120,11 @@ def kl_figure(metrics: Mapping[str, float]) -> tuple[str, str]:
     return label, number(metrics.get(name))
 
 
+def entropy_of(metrics: Mapping[str, float]) -> float | None:
+    """Over all sampled tokens; in a stage that samples nothing, over the tokens that it trains on."""
+    return metrics.get("sampled_entropy", metrics.get("entropy"))
+
+
 def step_line(stage: StageProgress, now: float) -> str:
     """A step as a log line."""
     metrics = stage.metrics
@@ -133,12 +140,14 @@ def step_line(stage: StageProgress, now: float) -> str:
         facts.append(f"pair accuracy {percent(metrics['pair_accuracy'])}")
     if HELDOUT_PAIRS in metrics:
         facts.append(f"held-out pair accuracy {percent(metrics[HELDOUT_PAIRS], 1)}")
-    if "entropy" in metrics:
-        facts.append(f"entropy {number(metrics['entropy'])}")
+    if entropy_of(metrics) is not None:
+        facts.append(f"entropy {number(entropy_of(metrics))}")
     if "length_mean" in metrics:
         facts += [f"length {number(metrics['length_mean'])}", f"no signal {percent(metrics.get('no_signal_share'))}"]
     if "samples_kept" in metrics:
         facts.append(f"kept {metrics['samples_kept']:.0f}")
+    if "draft_accepted" in metrics:
+        facts.append(f"drafts accepted {percent(metrics['draft_accepted'])}")
     facts.append(f"{number(metrics.get('tokens_per_s'))} tokens/s")
     left = stage.left(now)
     return "  ".join(facts + ([f"{duration(left)} left"] if left is not None else []))
@@ -200,6 +209,8 @@ class Panel:
             table.add_column(no_wrap=True, width=columns)
         for (name, value), (other, figure) in zip(self._left(curve), self._right(), strict=True):
             value.truncate(VALUE + curve)
+            while len(figure) > room and " · " in figure.plain:  # a complete phase less, not a part of one
+                figure = Text(figure.plain.rpartition(" · ")[0])
             figure.truncate(room, overflow="ellipsis")
             table.add_row(Text(name, "dim"), value, Text(other, "dim"), figure)
         return table
@@ -240,7 +251,7 @@ class Panel:
 
     def _right(self) -> list[Figure]:
         metrics = self.progress.current_stage.metrics
-        entropy = f"{number(metrics.get('entropy'))} nats" if is_finite(metrics.get("entropy")) else DASH
+        entropy = f"{number(entropy_of(metrics))} nats" if is_finite(entropy_of(metrics)) else DASH
         length = f"{number(metrics.get('length_mean'))} tokens" if is_finite(metrics.get("length_mean")) else DASH
         if metrics.get("cut_share"):
             length += f", {percent(metrics['cut_share'])} truncated"

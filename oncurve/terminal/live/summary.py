@@ -7,7 +7,6 @@ from functools import partial
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.recipe.validate import is_from_python
 from oncurve.records import GradedGroup
@@ -17,6 +16,7 @@ from oncurve.terminal.evaluation import heldout_tables
 from oncurve.terminal.group import GroupTable
 from oncurve.terminal.runs import best_line
 from oncurve.terminal.text import duration, percent, score
+from oncurve.trust import load_recipe_of
 
 LAST_STEPS = 20
 """The example group is taken from this many last steps."""
@@ -66,7 +66,7 @@ def final_metrics(store: RunReader, stage: StageRow) -> str | None:
 
 def next_steps(run: RunFolder, first: tuple[str, str]) -> Text:
     """Commands to type next, each with what it does."""
-    recipe = load_recipe(run.recipe)
+    recipe = load_recipe_of(run)
     lines = [first]
     libraries = [run.path / "experience" / f"{s.label}.md" for s in recipe.stages if s.type == "training_free"]
     lines += [("read the experiences", str(file)) for file in libraries if file.is_file()]
@@ -92,7 +92,8 @@ def example_group(store: RunReader) -> tuple[str, int, int, GradedGroup] | None:
 
 
 def _contrast(graded: GradedGroup) -> tuple[float, int]:
-    """How instructive a group is: completions on the smaller side of its middle reward, then the number of different texts."""
+    """How instructive a group is. First, how evenly its completions are split by the midpoint of its rewards: the number of
+    completions on the smaller side. Then the number of different texts."""
     totals = [t for t in graded.scored.totals if t is not None]
     middle = (min(totals) + max(totals)) / 2 if totals else 0.0
     above = sum(t > middle for t in totals)
