@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
+import transformers
 
 import oncurve
 from oncurve.api import as_mix
@@ -54,7 +56,9 @@ def test_a_function_and_some_prompts_are_enough(tmp_path: Path, capsys: pytest.C
     assert (run.name, run.path, run.status) == ("run-1", tmp_path / "run-1", "finished")
     assert (run.model_path / "config.json").is_file()
     assert [step for step, _ in run.metrics("reward")] == [1, 2]
-    assert run.metrics("nothing") == []
+    assert run.metrics("teacher_divergence") == []  # a metric that this run does not log
+    with pytest.raises(RunError, match=r"no metric 'rewrad' \(did you mean 'reward'\?\)"):
+        run.metrics("rewrad")
     assert [(e.stage, e.asked) for e in run.evals] == [("grpo", 1)]
     assert run.accuracy in (0.0, 1.0)
     groups = run.groups(1)
@@ -348,6 +352,59 @@ def test_patience_ends_a_run_that_does_not_get_better(tmp_path: Path) -> None:
     assert [report.step for report in run.evals] == [1, 2, 3]
     assert run.best is not None
     assert (run.best.step, run.best.value) == (1, 0.0)
+
+
+class Watching(transformers.TrainerCallback):  # type: ignore[misc]
+    """Stops the run after its second step."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **values: Any) -> None:
+        self.seen.append((state.global_step, state.max_steps, len(values["report"].groups)))
+        control.should_training_stop = state.global_step == 2
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+        self.seen.append(sorted(metrics))
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.seen.append((Path(args.output_dir).name, [entry["step"] for entry in state.log_history]))
+
+
+def test_callbacks_are_called_and_can_stop_a_run(tmp_path: Path) -> None:
+    watching = Watching()
+    run = train(tmp_path, callbacks=[watching], heldout=["1+1="], steps=4)
+    assert run.status == "finished"
+    assert [step for step, _ in run.metrics("reward")] == [1, 2]
+    assert watching.seen == [(1, 4, 2), (2, 4, 2), ["eval_accuracy", "eval_reward"], ("run-1", [1, 2, 2])]
+
+
+def test_callbacks_that_can_not_be_used(tmp_path: Path) -> None:
+    class Saving(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_save = True
+
+    with pytest.raises(RecipeError, match="save_every"):
+        train(tmp_path, callbacks=[Saving()])
+    with pytest.raises(RecipeError, match="TrainerCallback"):
+        train(tmp_path, callbacks=[Watching])
+    with pytest.raises(RecipeError, match=r"callbacks=\[MyCallback\(\)\]"):
+        train(tmp_path, callbacks=Watching())
+    with pytest.raises(RecipeError, match=r"tools=\[my_function\]"):
+        train(tmp_path, tools=len)
+
+
+def test_nothing_held_out_can_be_none(tmp_path: Path) -> None:
+    assert train(tmp_path, heldout=None).accuracy is None
+
+
+def test_prompts_can_be_a_data_set(tmp_path: Path) -> None:
+    rows = [{"prompt": "3+4=", "answer": "7"}, {"prompt": "5+6=", "answer": "11"}]
+    data = datasets.Dataset.from_list(rows)
+    run = train(tmp_path, prompts=data, rewards=["answer"])
+    assert {group.group.prompt.columns["answer"] for group in run.groups(1)} == {"7", "11"}
+    with pytest.raises(DataError, match=r"prompts=data\['train'\]"):
+        train(tmp_path, prompts=datasets.DatasetDict({"train": data, "test": data}))
 
 
 def test_the_package_explains_itself() -> None:

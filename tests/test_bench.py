@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import re
 import sys
 from pathlib import Path
@@ -43,3 +44,12 @@ def test_the_comparison_page_has_the_tables_and_verdicts_of_the_stored_results(m
         block = re.search(rf"<!-- {part} -->\n(.*?)<!-- /{part} -->", page, re.DOTALL)
         assert block is not None
         assert block[1].strip() == write(BENCH / "results" / f"sums_{part}.json").strip()
+
+
+@pytest.mark.parametrize("name", ["curriculum", "distil"])
+def test_a_page_has_the_table_of_the_stored_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+    benchmark = importlib.import_module(name)
+    block = re.search(rf"<!-- {name} -->\n(.*?)<!-- /{name} -->", benchmark.PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    assert block is not None
+    assert block[1].strip() == benchmark.table(json.loads(benchmark.RESULTS.read_text())).strip()

@@ -10,16 +10,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "oncurve"
 LAYERS = [
-    {"records", "errors", "rng", "tensor_range", "model_families"},
+    {"records", "errors", "rng", "tensor_range", "model_families", "strict_json"},
     {"plugins", "workers", "local_http"},
     {"objective_specs"},
-    {"recipe"},
+    {"recipe", "agents"},
     {"algos", "tasks", "plan", "kernels"},
     {"models", "runs", "distributed"},
     {"trust", "engines", "rewards"},
+    {"serve"},
+    {"agent_programs"},
     {"training"},
     {"operations"},
-    {"terminal", "cluster", "serve", "studio"},
+    {"terminal", "cluster", "studio", "tinker"},
+    {"notebook", "publish"},
     {"api"},
     {"cli"},
     {"__main__"},
@@ -138,7 +141,7 @@ def test_triton_is_imported_by_kernels_only() -> None:
             assert path.parent == PACKAGE / "kernels", path
 
 
-@pytest.mark.parametrize("package", ["vllm", "ray", "trl", "peft"])
+@pytest.mark.parametrize("package", ["vllm", "ray", "trl", "peft", "gymnasium", "textarena", "websockets", "verifiers"])
 def test_heavy_packages_enter_through_one_door(package: str) -> None:
     doors = {str(path) for path in MODULES for name in imports(path) if name.split(".")[0] == package}
     assert len(doors) <= 1

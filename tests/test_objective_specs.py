@@ -15,7 +15,6 @@ from oncurve.algos.kl import KL_ESTIMATORS
 from oncurve.algos.objectives import OBJECTIVES
 from oncurve.algos.ratios import RATIOS
 from oncurve.algos.reductions import REDUCTIONS
-from oncurve.algos.surrogates import Cispo, Clipped
 from oncurve.errors import RecipeError
 from oncurve.objective_specs import (
     BUILT_IN_OBJECTIVES,
@@ -53,8 +52,8 @@ def test_formulas(name: ObjectiveName) -> None:
     spec, objective = BUILT_IN_OBJECTIVES[name], OBJECTIVES[name]
     assert (objective.ratio.__name__, objective.reduction.__name__) == (spec.ratio, spec.reduction)
     assert type(objective.surrogate).__name__.lower() == spec.surrogate.replace("_", "")
-    surrogate = objective.surrogate
-    assert spec.clip == ((surrogate.low, surrogate.high) if isinstance(surrogate, Clipped | Cispo) else None)
+    low, high = (getattr(objective.surrogate, bound, None) for bound in ("low", "high"))
+    assert spec.clip == (None if low is None else (low, high))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -78,7 +77,10 @@ DEFAULT_KEYS = {"baseline": "grpo.advantage.baseline", "scale": "grpo.advantage.
 
 
 def test_the_defaults_of_all_objectives_in_words() -> None:
-    assert defaults_in_words("scale") == "none for dr_grpo, rloo, reinforce; whiten for reinforce_pp; group for the others"
+    assert defaults_in_words("scale") == (
+        "none for dr_grpo, rloo, reinforce, opo, dro; whiten for reinforce_pp; signal_share for gpg; mean for maxrl; "
+        "per_reward for gdpo; group for the others"
+    )
     docs = {key.key: key.doc for key in recipe_keys()}
     for trait, key in DEFAULT_KEYS.items():
         for name, spec in BUILT_IN_OBJECTIVES.items():

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import email
 import email.message
-import os
 import re
-import subprocess
-import sys
 import tarfile
 import tomllib
 import zipfile
@@ -21,31 +18,40 @@ import oncurve
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+def build_wheel_from_sdist(folder: Path) -> Path:
     """Built from the source distribution, as an installer builds it."""
-    folder = tmp_path_factory.mktemp("dist")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         with tarfile.open(folder / build_sdist(str(folder))) as archive:
             archive.extractall(folder / "source", filter="data")
         (source,) = (folder / "source").iterdir()
         patch.chdir(source)
-        return zipfile.ZipFile(folder / build_wheel(str(folder)))
+        return folder / build_wheel(str(folder))
+
+
+def metadata_of(wheel: Path) -> email.message.Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return email.message_from_bytes(archive.read(name))
 
 
 @pytest.fixture(scope="module")
-def metadata(wheel: zipfile.ZipFile) -> email.message.Message:
-    (name,) = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
-    return email.message_from_bytes(wheel.read(name))
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel_from_sdist(tmp_path_factory.mktemp("dist"))
 
 
-def test_the_wheel_has_every_file_of_the_package_and_the_recipes(wheel: zipfile.ZipFile) -> None:
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> email.message.Message:
+    return metadata_of(wheel)
+
+
+def test_the_wheel_has_every_file_of_the_package_and_the_recipes(wheel: Path) -> None:
     files = [path for path in (ROOT / "oncurve").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     expected = {str(path.relative_to(ROOT)) for path in files}
-    expected |= {f"oncurve/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").iterdir()}
+    expected |= {f"oncurve/{path.relative_to(ROOT)}" for path in (ROOT / "recipes").iterdir() if path.is_file()}
     assert "oncurve/py.typed" in expected
-    assert {name for name in wheel.namelist() if not name.split("/")[0].endswith(".dist-info")} == expected
+    with zipfile.ZipFile(wheel) as archive:
+        assert {name for name in archive.namelist() if not name.split("/")[0].endswith(".dist-info")} == expected
 
 
 def test_the_version_has_one_source(metadata: email.message.Message) -> None:
@@ -64,7 +70,7 @@ def test_an_index_can_show_the_description(metadata: email.message.Message) -> N
     assert isinstance(text, str)
     assert metadata["Description-Content-Type"] == "text/markdown"
     assert text.startswith("# Oncurve")
-    assert "the planner" in text
+    assert "`make docs` builds all pages" in text
     assert [link for link in re.findall(r"\]\(([^)]*)\)", text) if "://" not in link] == []
 
 
@@ -75,25 +81,29 @@ def test_classifiers_agree_with_the_project(metadata: email.message.Message) -> 
     assert "Typing :: Typed" in classifiers
 
 
-@pytest.mark.slow
-def test_an_installed_wheel_trains_a_built_in_recipe_without_the_checkout(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
-    assert wheel.filename is not None
-    installed, work = tmp_path / "installed", tmp_path / "work"
-    work.mkdir()
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--target", str(installed)]
-    subprocess.run([*pip, wheel.filename], check=True)
-    python = [sys.executable, "-P", "-c"]
-    environment = {**os.environ, "PYTHONPATH": str(installed)}
-    home = subprocess.run(
-        [*python, "import oncurve; print(oncurve.__file__)"],
-        cwd=work,
-        env=environment,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert Path(home.stdout.strip()) == installed / "oncurve" / "__init__.py"
-    command = [sys.executable, "-P", "-m", "oncurve", "train", "arithmetic", "--smoke"]
-    done = subprocess.run(command, cwd=work, env=environment, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert len(list(work.glob("runs/*/model/config.json"))) == 1
+def test_the_page_of_dependencies_gives_a_reason_for_each() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = [project["project"]["dependencies"], *project["project"]["optional-dependencies"].values()]
+    names = {re.split(r"[\[<>=]", entry)[0] for group in [*groups, project["build-system"]["requires"]] for entry in group}
+    page = (ROOT / "docs" / "dependencies.md").read_text(encoding="utf-8")
+    cells = re.findall(r"^\| ([^|]+) \| [^|\s]", page, re.MULTILINE)
+    explained = {name.strip() for cell in cells for name in cell.split(",")}
+    assert names - explained == set()
+
+
+def test_extras_that_are_named_exist_and_are_explained() -> None:
+    """In docs, notebooks and Dockerfiles; the page Install lists all of them."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = set(project["optional-dependencies"]) - {"dev"}
+    files = [
+        *ROOT.glob("Dockerfile*"),
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "examples").glob("*.ipynb"),
+    ]
+    named = {(file.name, names) for file in files for names in re.findall(r"(?:oncurve|\"\.)\[([a-z,]+)\]", file.read_text())}
+    assert len(named) > 10
+    assert [(file, names) for file, names in named if not set(names.split(",")) <= extras] == []
+    page = (ROOT / "docs" / "start" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \|", page, re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == extras

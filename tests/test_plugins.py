@@ -25,6 +25,7 @@ from oncurve.recipe.variants import with_algorithm
 from oncurve.records import Prompt, StepReport
 from oncurve.rewards.registry import REWARDS, build_reward, can_define_accuracy
 from oncurve.rng import philox_generator
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.environments import ENVIRONMENTS, load_environment
 from oncurve.tasks.registry import TASKS, build_task
@@ -239,8 +240,7 @@ def test_a_task_of_an_installed_package(install: Install) -> None:
 
 def test_an_environment_of_an_installed_package(install: Install) -> None:
     install("markets", ENVIRONMENT, environments="shop = markets:Shop")
-    environment = load_environment("shop", "task.environment")
-    assert environment is not None
+    environment: Any = load_environment("shop", "task.environment")
     assert environment.reply(Prompt("p", "?"), ("?",), philox_generator(0, "dice")) == "3 coins"
     with pytest.raises(RecipeError, match="did you mean 'shop'") as caught:
         load_environment("shopp", "task.environment")
@@ -424,6 +424,51 @@ def test_a_run_from_elsewhere_must_be_trusted_to_use_a_plugin(install: Install) 
         "rewards.gratitude.type runs Python of the installed package polite 1.0: polite:THANKS",
     }
     assert "echoes" not in sys.modules
+
+
+LOADING = ["chat RUN", "eval RUN", "verify RUN", "train --resume RUN", "recipe show RUN", "fork RUN --step 1",
+           "replay RUN --step 1 --group 0", "probe RUN", "train RUN/recipe.toml"]  # fmt: skip
+LOOKING = ["show RUN", "runs", "status RUN", "pairs RUN -o OUT", "rewards audit RUN"]
+
+
+@pytest.mark.parametrize("command", LOADING + LOOKING)
+def test_no_command_imports_a_plugin_of_a_run_from_elsewhere(
+    command: str, install: Install, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validating a recipe imports its stages and objectives."""
+    monkeypatch.chdir(tmp_path)
+    install("shrinks", STAGE, stages="shrink = shrinks:SHRINK")
+    install("squares", OBJECTIVE, objectives="squared = squares:SQUARED")
+
+    def fill(run: RunFolder, _: Path) -> None:
+        stages = '[[stages]]\ntype = "shrink"\n[[stages]]\ntype = "grpo"\nobjective = "squared"\n'
+        run.write_recipe(f'name = "s"\ntask = {{ type = "arithmetic" }}\n{stages}')
+        RunWriter.create(run.path).close()
+
+    run = RunFolder.create_at(tmp_path / "runs" / "theirs", fill=fill)
+    run.set_status("interrupted")
+    code = main(command.replace("RUN", str(run.path)).replace("OUT", str(tmp_path / "out")).split())
+    message = " ".join(capsys.readouterr().err.split())
+    assert not {"shrinks", "squares"} & sys.modules.keys(), message
+    if command in LOADING:
+        assert code == 2
+        assert "not trusted: " in message
+        assert "stages.shrink.type runs Python of the installed package shrinks 1.0: shrinks:SHRINK" in message
+        assert "stages.grpo.objective runs Python of the installed package squares 1.0: squares:SQUARED" in message
+
+
+def test_a_run_with_plugins_is_loaded_once_it_is_trusted(install: Install, tmp_path: Path) -> None:
+    install("shrinks", STAGE, stages="shrink = shrinks:SHRINK")
+
+    def fill(run: RunFolder, _: Path) -> None:
+        run.write_recipe('name = "s"\ntask = { type = "arithmetic" }\n[[stages]]\ntype = "shrink"\n')
+        RunWriter.create(run.path).close()
+
+    run = RunFolder.create_at(tmp_path / "theirs", fill=fill)
+    assert main(["recipe", "show", str(run.path)]) == 2
+    assert main(["verify", str(run.path), "--trust"]) == 0, "the fix of that message"
+    assert "shrinks" in sys.modules
+    assert main(["recipe", "show", str(run.path)]) == 0
 
 
 def test_nothing_is_imported_before_its_name_is_looked_up(install: Install) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -216,3 +217,59 @@ def test_whitening_leaves_out_what_is_not_graded_and_gives_equal_rewards_nothing
     assert graded[0].advantages[0] == pytest.approx(-graded[0].advantages[1])
     equal = grade([group(scored(right(0.1)), scored(right(0.1)))], baseline="none", scale="whiten", eps=1e-4, mask_cut=False)
     assert not equal[0].has_signal
+
+
+@pytest.mark.parametrize(("n", "p"), [(2, 0.3), (4, 0.1), (5, 0.6)])
+def test_maxrl_is_the_policy_gradient_of_the_truncated_log_likelihood(n: int, p: float) -> None:
+    """No peer has it, so the reference is its theorem, by enumeration of all 2ⁿ outcomes in float64.
+
+    With success rate p = σ(θ), the score of a success is 1 − p and that of a failure −p. log p = −Σ_k (1 − p)^k / k; groups of
+    n estimate the gradient of its first n − 1 terms, Σ_{k<n} (1 − p)^(k−1) dp/dθ, without bias. (The paper's n terms become
+    n − 1 because a group without a success is not graded.)
+    """
+    outcomes = list(itertools.product((0.0, 1.0), repeat=n))
+    rewards_PG = torch.tensor(outcomes, dtype=torch.float64)
+    advantages_PG = outcome_advantages(rewards_PG, "mean", "mean", 1e-4)
+    chance_P = (p**rewards_PG * (1 - p) ** (1 - rewards_PG)).prod(1)
+    score_PG = rewards_PG - p
+    estimate = float((chance_P * (advantages_PG * score_PG).mean(1)).sum())
+    expected = sum((1 - p) ** (k - 1) for k in range(1, n)) * p * (1 - p)
+    assert estimate == pytest.approx(expected, rel=1e-12)
+
+
+def test_maxrl_refuses_negative_rewards() -> None:
+    with pytest.raises(RewardError, match="mean"):
+        outcome_advantages(torch.tensor([[1.0, -1.0]]), "mean", "mean", 1e-4)
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_pass_at_k_advantages_by_enumeration_of_all_sets(k: int) -> None:
+    rewards = [0.3, 1.0, -0.5, 0.3, 0.9]
+    ours = outcome_advantages(torch.tensor([rewards], dtype=torch.float64), "best_of_others", "none", 1e-4, k=k)[0].tolist()
+    for i, reward in enumerate(rewards):
+        others = rewards[:i] + rewards[i + 1 :]
+        raised = [max(reward - max(subset), 0.0) for subset in itertools.combinations(others, k - 1)]
+        assert ours[i] == pytest.approx(sum(raised) / len(raised), abs=1e-12)
+
+
+@pytest.mark.parametrize("k", [2, 3, 4])
+def test_pass_at_k_advantages_are_the_gradient_of_pass_at_k(k: int) -> None:
+    """k · mean(A · score) over all outcomes of four samples is d/dθ of 1 − (1 − p)^k, p = σ(θ)."""
+    p, rewards_PG = 0.3, torch.tensor(list(itertools.product((0.0, 1.0), repeat=4)), dtype=torch.float64)
+    advantages_PG = outcome_advantages(rewards_PG, "best_of_others", "none", 1e-4, k=k)
+    chance_P = (p**rewards_PG * (1 - p) ** (1 - rewards_PG)).prod(1)
+    estimate = k * float((chance_P * (advantages_PG * (rewards_PG - p)).mean(1)).sum())
+    assert estimate == pytest.approx(k * (1 - p) ** (k - 1) * p * (1 - p), rel=1e-12)
+
+
+def test_pass_at_k_leaves_out_missing_rewards() -> None:
+    ours = outcome_advantages(torch.tensor([[1.0, math.nan, 0.25, 0.0]]), "best_of_others", "none", 1e-4)
+    assert ours.tolist() == [[0.75, 0.0, 0.0, 0.0]]
+
+
+def test_the_length_weighted_baseline_has_the_least_variance() -> None:
+    """OPO: if the squared norm of a completion's gradient is its length, no other baseline gives a smaller second moment."""
+    rewards, lengths = torch.tensor([[1.0, 0.0, 0.0, 1.0]]).double(), torch.tensor([[3.0, 5.0, 2.0, 7.0]]).double()
+    best = outcome_advantages(rewards, "length_weighted", "none", 1e-4, lengths_PG=lengths)
+    moments = [float((lengths * (rewards - b).square()).sum()) for b in torch.linspace(0, 1, 101).double()]
+    assert float((lengths * best.square()).sum()) <= min(moments)

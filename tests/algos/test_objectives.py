@@ -51,7 +51,8 @@ def test_on_policy_every_objective_follows_the_policy_gradient(name: str) -> Non
     inputs = micro_batch([2, 3], advantage_M=double([1.5, 1.5, -0.5, -0.5, -0.5]), totals=LossDenominators(4, 20, 10))
     per_completion = {1.5: 1 / (4 * 2), -0.5: 1 / (4 * 3)}
     share = {"dapo": 1 / 20, "bnpo": 1 / 20, "cispo": 1 / 20, "reinforce_pp": 1 / 20, "dr_grpo": 1 / 40}
-    share |= {"grpo_sequence": 1 / 4, "rloo": 1 / 4, "reinforce": 1 / 4}
+    share |= dict.fromkeys(("gpg", "dppo_tv", "dppo_kl", "vespo", "dro"), 1 / 20)
+    share |= dict.fromkeys(("grpo_sequence", "rloo", "reinforce", "opo", "maxrl", "luspo"), 1 / 4)
     expected = [-a * share.get(name, per_completion[a]) for a in inputs.advantage_M.tolist()]
     assert gradient(OBJECTIVES[name], inputs).tolist() == pytest.approx(expected, abs=1e-12)
 

@@ -43,7 +43,7 @@ def recipe(folder: Path, stage: dict[str, Any], rows: list[dict[str, Any]], sour
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tiny = SHAPE.model_dump_json() if source == "tiny" else "{}"
     lines = ['name = "bad"', "threads = 1", f"model.source = {json.dumps(str(source))}"]
-    lines += [f"model.tiny.{key} = {value}" for key, value in json.loads(tiny).items() if value is not None]
+    lines += [f"model.tiny.{key} = {json.dumps(value)}" for key, value in json.loads(tiny).items() if value is not None]
     lines += [f"{key.replace('__', '.')} = {json.dumps(value)}" for key, value in more.items()]
     task = f'type = "file", path = "{data}"' if stage["type"] == "grpo" else 'type = "arithmetic", digits = 1'
     lines += [f"task = {{ {task}, heldout = 1 }}", 'rewards = [{ type = "answer" }]', "[[stages]]"]
@@ -105,7 +105,7 @@ def test_a_file_that_is_none(
     [
         (SFT | {"heldout_share": 0.9}, [ROW], ["sft.heldout_share", "no example is left to train on"]),
         (REWARD_MODEL | {"heldout_share": 0.9}, [PAIR], ["reward_model.heldout_share", "more prompts"]),
-        (GRPO, [ROW, ROW], ["rows.jsonl", "no training prompts"]),
+        (GRPO, [ROW, ROW], ["task.path", "no training prompts"]),
         (SFT, [ROW | {"completion": "1" * 200}], ["rows.jsonl/sft/1", "for a demonstration", "128 positions"]),
         (DPO, [PAIR, PAIR | {"chosen": "1" * 200}], ["rows.jsonl/2", "a pair of", "128 positions"]),
         (REWARD_MODEL, [PAIR | {"chosen": "1" * 200}], ["nothing to learn from", "reward_model.max_tokens"]),
@@ -177,7 +177,7 @@ def test_an_adapter_for_another_base(oncurve: Oncurve, tmp_path: Path) -> None:
     ("command", "target", "words"),
     [
         (["eval"], "rows.jsonl", ["a file that is not GGUF", "oncurve models"]),
-        (["serve", "--port", "0"], "bad.toml", ["a file that is not GGUF", "oncurve models"]),
+        (["serve", "--port", "0"], "bad.toml", ["a recipe, not a model", "train it first", "oncurve train"]),
         (["serve", "--port", "0"], "m@grpo-3", ["not a run", "grpo-3", "oncurve runs"]),
         (["chat"], "m@grpo-3", ["not a run", "grpo-3", "oncurve runs"]),
     ],

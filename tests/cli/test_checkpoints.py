@@ -80,6 +80,26 @@ def test_a_best_step_without_a_checkpoint_is_not_passed_off_as_one(oncurve: Oncu
     assert target.name == "small-1@grpo-2"
 
 
+def test_of_equal_results_the_best_is_the_earliest_step_with_a_checkpoint(
+    oncurve: Oncurve, evaluated: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "small-1"
+    shutil.copytree(evaluated / "small-1", folder)
+    record(folder, {1: 0.9, 2: 0.9})
+    best = best_of_run(RunFolder(folder))
+    assert best is not None
+    assert best.step == 1
+    shutil.rmtree(folder / "checkpoints" / "grpo-000001")
+    best = best_of_run(RunFolder(folder))
+    assert best is not None
+    assert best.entry is not None
+    assert best.step == best.entry.step == 2
+    shown = oncurve("show", folder).out.replace("\n", "").replace(" ", "")
+    assert f"90.0%atgrpostep2:{folder}@best" in shown
+    assert "90.0 % at grpo 2" in oncurve("runs", "--runs", tmp_path).out
+    assert "notkept" not in shown
+
+
 def test_show_runs_and_the_summary_name_the_best_step(oncurve: Oncurve, evaluated: Path) -> None:
     line = f"best held-out accuracy  90.0 % at grpo step 1: {evaluated / 'small-1'}@best"
     assert line.replace(" ", "") in oncurve("show", "small-1", "--runs", evaluated).out.replace("\n", "").replace(" ", "")
@@ -103,6 +123,15 @@ def test_export_writes_the_checkpoint_that_is_named(oncurve: Oncurve, evaluated:
     assert all(torch.equal(last[name], second[name]) for name in last)
     assert all(torch.equal(first[name], best[name]) for name in first)
     assert not all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_eval_shows_its_progress_in_a_terminal_only(oncurve: Oncurve, evaluated: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = oncurve("eval", "small-1", "--runs", evaluated, "--json")
+    assert silent.err == ""
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal
+    shown = oncurve("eval", "small-1", "--runs", evaluated, "--json")
+    assert "evaluating, 100 %" in shown.err
+    assert shown.out == silent.out
 
 
 def test_eval_chat_and_probe_take_the_checkpoint(oncurve: Oncurve, evaluated: Path, monkeypatch: pytest.MonkeyPatch) -> None:

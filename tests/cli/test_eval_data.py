@@ -48,6 +48,10 @@ def test_a_part_of_a_file_is_never_passed_off_as_all_of_it(oncurve: Oncurve, run
     result = oncurve("eval", model, "--task", "file", "--set", f"task.path={rows}", "--runs", runs)
     assert "4 of 20 rows" in " ".join(result.out.split())
     assert "To evaluate on all 20 rows: --data FILE" in " ".join(result.out.split())
+    result = oncurve(
+        "eval", model, "--task", "file", "--set", f"task.path={rows}", "--set", "task.heldout_share=1", "--runs", runs
+    )
+    assert "20 of 20 rows" in " ".join(result.out.split())
     result = oncurve("eval", model, "--data", rows, "--set", "task.heldout=3", "--runs", runs)
     assert "3 of 20 rows" in " ".join(result.out.split())
 
@@ -89,17 +93,18 @@ def test_public_data_sets_are_measured_in_full_too(tmp_path: Path, kind: str, ro
     assert (len(task.heldout), task.train_size, task.rows) == (7, 0, 7)  # type: ignore[attr-defined]
 
 
-def test_a_stage_that_samples_needs_training_prompts(rows: Path) -> None:
+@pytest.mark.parametrize("task", [{"heldout_path": "ROWS"}, {"path": "ROWS", "heldout_share": 1.0}])
+def test_a_stage_that_samples_needs_training_prompts(rows: Path, task: dict[str, object]) -> None:
+    named = {key: str(rows) if value == "ROWS" else value for key, value in task.items()}
     recipe = parse_recipe(
         {
-            "task": {"type": "file", "heldout_path": str(rows)},
+            "task": {"type": "file", **named},
             "rewards": [{"type": "answer"}],
             "stages": [{"type": "grpo"}],
         }
     )
-    task = build_task(recipe.task)
     with pytest.raises(DataError, match="no training prompts"):
-        check_stage_data(recipe.stages[0], task, rewards_for(recipe, recipe.stages[0]))
+        check_stage_data(recipe.stages[0], build_task(recipe.task), rewards_for(recipe, recipe.stages[0]))
 
 
 @pytest.mark.parametrize(
@@ -128,3 +133,49 @@ def test_a_task_without_any_file_says_which_key_is_missing() -> None:
     for kind in ("file", "gsm8k"):
         with pytest.raises(OncurveError, match=r"task\.path: missing"):
             build_task(Task.model_validate({"type": kind}))
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["</answer>"], max_gen_toks: 8}}
+metric_list:
+  - metric: exact_match
+"""
+
+
+@pytest.mark.slow
+def test_tasks_of_lm_eval(oncurve: Oncurve, runs: Path, rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "sums.yaml").write_text(TASK.format(data=rows))
+    words = ("eval", "small-1", "--runs", runs, "--harness", "lm-eval", "--include", tmp_path)
+    result = oncurve(*words, "--tasks", "sums", "--limit", 3, "--json")
+    assert result.code == 0, result.err
+    told = json.loads(result.out)
+    assert told["model"] == "small-1"
+    assert 0 <= told["results"]["sums"]["exact_match,none"] <= 1
+    result = oncurve(*words, "--tasks", "sums", "--limit", 3)
+    assert "exact_match,none" in result.out
+    result = oncurve(*words, "--tasks", "summs")
+    assert result.code == 2
+    assert "did you mean 'sums'" in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "where"),
+    [
+        (["--harness", "lm-eval"], "--tasks"),
+        (["--tasks", "gsm8k"], "--tasks"),
+        (["--limit", "3"], "--limit"),
+        (["--harness", "lm-eval", "--tasks", "gsm8k", "--samples", "4"], "--samples"),
+        (["--harness", "lm-eval", "--tasks", "gsm8k", "--include", "nowhere"], "--include nowhere"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(oncurve: Oncurve, runs: Path, words: list[str], where: str) -> None:
+    result = oncurve("eval", "small-1", "--runs", runs, *words)
+    assert result.code == 2
+    assert where in result.err

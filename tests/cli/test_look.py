@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +26,22 @@ def test_runs_lists_them_and_broken_ones_too(oncurve: Oncurve, runs: Path, tmp_p
     assert "oncurve train arithmetic" in oncurve("runs", "--runs", tmp_path / "none").out
 
 
+def test_a_narrow_list_of_runs_has_all_names_and_remarks(
+    oncurve: Oncurve, runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    (tmp_path / "a-run-with-a-longer-name").symlink_to(runs / "small-1")
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "comparison").mkdir()
+    (tmp_path / "comparison" / "request.json").touch()
+    shown = oncurve("runs", "--runs", tmp_path).out
+    assert "…" not in shown
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    for words in ("a-run-with-a-longer-name  finished", "held-out", "odd  not a run: it has no run.json"):
+        assert words in shown
+    assert "comparison" not in shown
+
+
 def test_show_a_run_a_step_and_a_group(oncurve: Oncurve, runs: Path) -> None:
     run = oncurve("show", "small-1", "--runs", runs).out
     assert "reward" in run
@@ -34,6 +52,18 @@ def test_show_a_run_a_step_and_a_group(oncurve: Oncurve, runs: Path) -> None:
     group = oncurve("show", "small-1", "--step", 2, "--group", 1, "--runs", runs).out
     for words in ("grpo step 2  group 1", "advantage", "short", "format", "tokens", "1. ", "4. "):
         assert words in group
+
+
+def test_in_a_narrow_terminal_only_the_prompts_of_a_step_are_shortened(
+    oncurve: Oncurve, runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for columns in (60, 43):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = oncurve("show", "small-1", "--step", 2, "--runs", runs).out.splitlines()
+        (head,) = (number for number, line in enumerate(lines) if "best first" in line)
+        assert lines[head].split()[:5] == ["group", "rewards,", "best", "first", "tokens"]
+        assert all(len(line) <= columns for line in lines[head : head + 3])
+    assert lines[head + 1].rstrip().endswith("…")
 
 
 def test_show_prints_the_same_as_json(oncurve: Oncurve, runs: Path) -> None:
@@ -176,6 +206,19 @@ def test_every_command_shows_an_example(oncurve: Oncurve) -> None:
 
 def test_version(oncurve: Oncurve) -> None:
     assert oncurve("version").out.strip() == package.__version__
+    assert oncurve("--version").out.strip() == package.__version__
+    for words in (("--version", "--json"), ("--json", "--version")):
+        versions = json.loads(oncurve(*words).out)
+        assert versions["oncurve"] == package.__version__
+        assert {"python", "torch", "transformers"} <= versions.keys()
+
+
+@pytest.mark.parametrize(("words", "found"), [("oncurve publ", "publish"), ("oncurve train --sm", "--smoke")])
+def test_the_shell_completes_commands_and_options(words: str, found: str) -> None:
+    environment = {**os.environ, "_ONCURVE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    command = [sys.executable, "-m", "oncurve"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == [found], done.stderr
 
 
 def test_a_run_from_python_is_named_for_what_it_is(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from transformers.utils import logging
 
 from oncurve.cli.models import table
 from oncurve.model_families import PATHS
@@ -28,13 +29,27 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_models_are_listed_by_the_name_that_a_recipe_takes(oncurve: Oncurve, runs: Path, here: Path) -> None:
     assert "No models here yet" in oncurve("models").out
     gguf_files.write(here / "small.gguf")
-    assert oncurve("models", "convert", "small.gguf", "models/mine", "--dtype", "float32").code == 0
+    logging.enable_progress_bar()  # another command of this process may have disabled it
+    converted = oncurve("models", "convert", "small.gguf", "models/mine", "--dtype", "float32")
+    assert (converted.code, converted.err) == (0, ""), "no progress bar fills a log"
     found = {model["name"]: model for model in json.loads(oncurve("models", "--json", "--runs", runs).out)}
     assert found["small.gguf"]["kind"] == "gguf"
     assert found["models/mine"]["architecture"] == "LlamaForCausalLM"
     assert found[str(runs / "small-1" / "model")]["kind"] == "run"
     shown = oncurve("models", "--runs", runs).out
     assert all(name in shown for name in ("small.gguf", "models/mine"))
+
+
+def test_a_mixture_says_how_many_of_its_parameters_are_active(oncurve: Oncurve, here: Path) -> None:
+    """Qwen3-30B-A3B, by its settings."""
+    (here / "mine").mkdir()
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32,
+              "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 6144, "moe_intermediate_size": 768,
+              "num_experts": 128, "num_experts_per_tok": 8, "vocab_size": 151936, "tie_word_embeddings": False}  # fmt: skip
+    (here / "mine" / "config.json").write_text(json.dumps(config))
+    shown = oncurve("models", "mine").out
+    assert "30.5B parameters, 3.35B of them active" in shown
+    assert PATHS["attention"].partition(":")[0] in shown
 
 
 @pytest.mark.parametrize(

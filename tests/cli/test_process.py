@@ -110,6 +110,23 @@ def test_looking_and_explaining_import_nothing_heavy(runs: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+INTERRUPTED = """
+import os, signal, sys
+class AtImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "oncurve.cli.options":
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, AtImport())
+from oncurve.cli import main
+sys.exit(main(["--help"]))
+"""
+
+
+def test_ctrl_c_before_a_command_starts_is_quiet() -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED], env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_a_closed_pipe_is_quiet() -> None:
     command = f"'{sys.executable}' -m oncurve recipe explain | head -1"
     done = subprocess.run(command, shell=True, env=ENVIRONMENT, capture_output=True, text=True, check=False)
@@ -127,7 +144,7 @@ def test_in_a_terminal_there_is_one_picture_and_ctrl_c_finishes_the_step(tmp_pat
         shown = read(leader, until="of groups")
         process.send_signal(signal.SIGINT)
         shown += read(leader)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=600)
     os.close(leader)
     assert process.returncode == 130, error
     for words in ("held-out", "no signal", "tokens/s", "/5000", "stopping after this step", "\x1b[?25h"):
@@ -161,6 +178,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_reported_and_the_run_resumes_once_there_is_room(tmp_path: Path) -> None:
     """A file size limit acts as a full disk for one process."""
     recipe, out = write_recipe(tmp_path), tmp_path / "run"
@@ -178,3 +196,34 @@ def test_an_ascii_terminal_gets_marks_instead_of_a_traceback(runs: Path) -> None
     done = subprocess.run(command, env=ENVIRONMENT | {"PYTHONIOENCODING": "ascii"}, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert b"?" in done.stdout
+
+
+LOST_INTERRUPT = """
+import signal, sys, time
+from oncurve import cli
+from oncurve.cli import app
+
+class Dropped:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+def version():
+    Dropped()
+    time.sleep(20)
+    print("not interrupted")
+
+app.version = version
+sys.exit(cli.main(["version"]))
+"""
+
+
+def test_an_interrupt_in_a_destructor_ends_the_command_too() -> None:
+    """Python itself would print the traceback, drop the interrupt, and let the command end with 0."""
+    words = [sys.executable, "-c", LOST_INTERRUPT]
+    done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_python_m_oncurve_imports_the_commands_where_an_interrupt_is_handled() -> None:
+    words = [sys.executable, "-c", "import sys, oncurve.__main__; sys.exit('oncurve.cli.app' in sys.modules)"]
+    assert subprocess.run(words, env=ENVIRONMENT, check=False, timeout=60).returncode == 0

@@ -78,7 +78,7 @@ def test_suggestions_are_sensible_or_left_out(oncurve: Oncurve, words: list[str]
 def test_what_is_no_config_of_trl_is_said(oncurve: Oncurve, tmp_path: Path, name: str, text: str, message: str) -> None:
     (tmp_path / name).write_text(text)
     result = oncurve("recipe", "from-trl", tmp_path / name)
-    assert (result.code, message in result.err) == (2, True)
+    assert (result.code, message in " ".join(result.err.split())) == (2, True)
 
 
 def test_older_names_of_trl_are_known(oncurve: Oncurve, tmp_path: Path) -> None:
@@ -126,3 +126,21 @@ def test_an_adapter_finds_its_base_from_any_folder(
     result = oncurve("eval", tmp_path / "run" / "adapter", "--task", recipe, "--set", "task.heldout=2", "--json")
     assert result.code == 0, result.err
     assert json.loads(result.out)["asked"] == 2
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_a_mistyped_run_is_named_before_the_hub_is_asked(oncurve: Oncurve, runs: Path, command: str) -> None:
+    for typed in ("smal-1", "small1", "smal-1@best", runs / "smal-1"):
+        result = oncurve(command, typed, "--runs", runs)
+        assert result.code == 2
+        message = " ".join(result.err.split())
+        assert "no such run or model" in message
+        assert "did you mean 'small-1'?" in message
+
+
+def test_a_recipe_is_no_model(oncurve: Oncurve, runs: Path, recipe: Path) -> None:
+    for target, advice in (
+        ("arithmetic", "train it first: oncurve train arithmetic"),
+        (recipe, "name a run of it, such as small-1"),
+    ):
+        assert advice in " ".join(oncurve("chat", target, "--runs", runs).err.split())

@@ -78,6 +78,7 @@ dtype: float32
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "file"), [("rewards.accuracy", "rewards.py"), ("my_rewards.maths.accuracy", "my_rewards/maths.py")]
 )
@@ -127,7 +128,7 @@ def test_chat_says_that_it_does_not_run_the_environment(
     monkeypatch.setattr("sys.stdin", io.StringIO("12+30=\n"))
     result = oncurve("chat", tmp_path / "run", "--max-new-tokens", 4)
     assert result.code == 0
-    assert "environment 'calculator', which is not run here" in " ".join(result.err.split())
+    assert "environment 'calculator', which does not run here" in " ".join(result.err.split())
 
 
 def test_chat_with_any_other_run_says_nothing_of_it(oncurve: Oncurve, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:

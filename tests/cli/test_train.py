@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shutil
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_sets_change_the_recipe_and_out_names_the_folder(oncurve: Oncurve, recip
     assert not (tmp_path / "runs").exists()
 
 
+def test_steps_are_profiled(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    result = oncurve("train", recipe, "--out", out, "--set", "grpo.steps=3", "--profile", "2")
+    assert result.code == 0, result.err
+    assert "2 steps of grpo, from step 2" in result.out
+    table = (out / "profile" / "table.txt").read_text()
+    assert all(phase in table for phase in ("sample", "update/forward", "step  ", "aten::"))
+    trace = json.loads(gzip.decompress((out / "profile" / "trace.json.gz").read_bytes()))
+    assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])
+    result = oncurve("train", recipe, "--out", tmp_path / "short", "--set", "grpo.steps=1", "--profile", "2")
+    assert "no step was profiled" in result.out
+    assert oncurve("train", recipe, "--ray", "auto", "--profile", "2").code == 2
+
+
 @pytest.mark.parametrize("words", [["RUN", "--resume"], ["--resume", "RUN"], ["--resume", "small-1"], ["RECIPE", "--resume"]])
 def test_a_stopped_run_resumes_however_it_is_named(
     oncurve: Oncurve, recipe: Path, runs: Path, stopped: Path, words: list[str]
@@ -83,6 +98,14 @@ def test_resume_refuses_what_it_would_ignore(oncurve: Oncurve, recipe: Path, sto
     other = oncurve("train", recipe, "--set", "seed=1", "--resume", "--runs", stopped)
     assert other.code == 2
     assert "keeps its recipe" in " ".join(other.err.split())
+    assert f"oncurve fork {stopped / 'small-1'} --step N --set seed=1" in " ".join(other.err.split())
+
+
+def test_a_recipe_resumes_with_other_settings_of_the_machine(oncurve: Oncurve, recipe: Path, stopped: Path) -> None:
+    result = oncurve("train", recipe, "--set", "grpo.tokens_per_pack=512", "--out", stopped / "small-1", "--resume")
+    assert result.code == 0, result.err
+    assert "resuming from grpo step 1" in result.out
+    assert "differs" not in result.err
 
 
 def test_resume_with_nothing_to_resume(oncurve: Oncurve, recipe: Path, runs: Path) -> None:

@@ -6,6 +6,8 @@ import ast
 import json
 import shutil
 from collections.abc import Callable
+from functools import cache
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,17 @@ def test_a_run_can_not_bring_its_own_trust(theirs: Callable[..., RunFolder]) -> 
     trust.check(run, "model", "task")
 
 
+def test_a_plugin_is_found_wherever_a_reward_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The labeller of `iterate` is a reward too, inside of a stage."""
+    plugin = EntryPoint("politeness", "package:POLITENESS", "oncurve.rewards")
+    monkeypatch.setattr(trust, "declared_plugins", lambda group: {"politeness": (plugin,)} if group == plugin.group else {})
+    named = {"type": "politeness"}
+    tables = {"rewards": [named], "stages": [{"type": "grpo", "rewards": [named], "iterate": {"labeller": named}}]}
+    found = {capability.where: capability.part for capability in trust._walk(tables)}
+    places = ("rewards.politeness", "stages.grpo.rewards.politeness", "stages.grpo.iterate.labeller")
+    assert found == {f"{place}.type": "rewards" for place in places}
+
+
 def test_your_own_run_and_its_forks_never_ask(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
     """small-1 has a reward in Python, and was trained here."""
     trust._GRANTED.clear()
@@ -226,11 +239,16 @@ def test_without_a_home_the_answer_holds_for_the_command(
 PACKAGE = Path(package.__file__).parent
 
 
+@cache
+def all_calls() -> list[tuple[Path, ast.Call]]:
+    """Every call in the package."""
+    found = [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
+    return [(path, node) for path, node in found if isinstance(node, ast.Call)]
+
+
 def calls(*names: str) -> list[tuple[Path, ast.Call]]:
     """Every call of a function or method with one of these names in the package."""
-    found = [(path, node) for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    named = [(path, node) for path, node in found if isinstance(node, ast.Call)]
-    return [(path, node) for path, node in named if getattr(node.func, "attr", getattr(node.func, "id", "")) in names]
+    return [(path, node) for path, node in all_calls() if getattr(node.func, "attr", getattr(node.func, "id", "")) in names]
 
 
 def test_every_key_that_loads_code_is_known() -> None:
@@ -240,14 +258,20 @@ def test_every_key_that_loads_code_is_known() -> None:
         first = call.args[0]
         if isinstance(first, ast.Attribute):
             keys.add(first.attr)
-        else:  # the name as it was handed on, and the worker's, which the reward `python` started
-            assert path.name in ("environments.py", "python_function_worker.py"), path
-    assert keys == trust.CODE_KEYS
+        else:  # as it was handed on: in environments, and in processes of rewards and agents
+            assert path.name in ("environments.py", "openenv_environment.py", "python_function_worker.py", "launcher.py"), path
+    assert keys | {"tools"} == trust.CODE_KEYS, "the names of tools are handed on as a list, in environments.py"
+
+
+def test_every_recipe_of_a_run_is_loaded_by_trust() -> None:
+    """Validating a recipe imports the plug-ins that it names."""
+    for path, call in calls("load_recipe"):
+        assert not any(ast.unparse(first).endswith(".recipe") for first in call.args[:1]), f"{path}:{call.lineno}"
 
 
 def test_every_address_with_a_key_is_known() -> None:
     """Environment variables named by a recipe are read in one class, and its users have keys that `trust` checks."""
-    assert {path.name for path, _ in calls("JudgeClient")} == {"judge.py", "training_free.py"}
+    assert {path.name for path, _ in calls("JudgeClient")} == {"judge.py", "training_free.py", "distil.py"}
     readers = [path for path in PACKAGE.rglob("*.py") if "key_env)" in path.read_text()]
     assert {path.name for path in readers} <= {"judge_client.py", "judge.py", "servers.py", "server.py"}
 
@@ -275,7 +299,7 @@ def schemas() -> list[type[BaseModel]]:
 
 def test_every_key_that_sounds_like_code_or_an_address_is_known() -> None:
     """Found by its description: a new key that names a function, an endpoint or a key's variable must be checked."""
-    known = trust.CODE_KEYS | trust.ENDPOINT_KEYS | {"trust_remote_code", "trusted"}
+    known = trust.CODE_KEYS | {"base_url", "key_env", "command", "trust_remote_code", "trusted", "sandbox"}
     for schema in schemas():
         for key, field in schema.model_fields.items():
             if key == "type":

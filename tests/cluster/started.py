@@ -82,7 +82,7 @@ class Started:
             self.process.kill()
             raise AssertionError(f"it hangs: {self.process.communicate()[0]}; {read_statuses(self.run.path)}") from None
         assert self.process.returncode == code, output
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while left := [p.name for p in read_statuses(self.run.path) if p.pid and is_alive(p.pid)]:
             assert time.monotonic() < deadline, f"still running after the run: {left}"
             time.sleep(0.1)
@@ -113,8 +113,10 @@ def each_group_once(run: RunFolder, steps: int, prompts: int) -> None:
         assert len(set(sizes)) == 1
 
 
-def same_as_in_one_process(run: RunFolder, recipe: Recipe, path: Path) -> None:
+def same_as(plain: dict[str, str], run: RunFolder) -> None:
     """Everything that the run left (tokens, rewards, weights, checkpoints) has the bits of a single-process run."""
-    plain, ours = everything(begin(recipe, out=path)), everything(run)
-    ours = {name: digest for name, digest in ours.items() if not name.startswith("actors/")}
-    assert ours == plain
+    assert {name: digest for name, digest in everything(run).items() if not name.startswith("actors/")} == plain
+
+
+def same_as_in_one_process(run: RunFolder, recipe: Recipe, path: Path) -> None:
+    same_as(everything(begin(recipe, out=path)), run)

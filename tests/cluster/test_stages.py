@@ -18,7 +18,7 @@ KINDS = [
     "process rewards",
     "dynamic sampling",
     "without a verifiable reward",
-    "environments",
+    "environments and drafts",
     "ppo",
     "rejection sampling",
 ]

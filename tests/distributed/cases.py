@@ -53,6 +53,8 @@ class CaseReward:
         return Score(float(sum(c.isdigit() for c in completion.text)))
 
 
+ENTROPY = {"top_share": 0.6, "clip_cov": 0.1, "clip_cov_range": [0.0, 9.0], "kl_cov": 0.2, "target": 9.0}
+TRUNCATED = {"max_new_tokens": 8, "top_p": 0.8, "temperature": 1.3, "min_new_tokens": 1}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: ("digits", {"objective": name, **TERMS}) for name in OBJECTIVES},
     "kl in the reward": ("digits", {**PLAIN, "kl": {"beta": 0.1, "where": "reward"}}),
@@ -61,12 +63,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "process rewards": ("steps", PLAIN),
     "resampled": ("few", {**PLAIN, "no_signal": "resample", "max_resample_rounds": 3}),
     "empty ranks": ("few", PLAIN),
+    "groups of adaptive size": ("few", {**PLAIN, "curriculum": {"first_samples": 2}}),
+    "truncated": ("few", {**PLAIN, "sampling": TRUNCATED, "kl": {"beta": 0.04}, "tokens_per_pack": 40}),
+    "truncated in mini-batches": ("digits", {**PLAIN, "sampling": TRUNCATED, "minibatches": 2}),
+    "penalties of silent groups": ("few", {**PLAIN, "objective": "dro", "entropy": {"kl_cov": 0.3}}),
     "nothing to learn": ("none", PLAIN),
     "failures": ("fails", {**PLAIN, "max_failure_share": 1.0}),
     "fewer prompts than ranks": ("digits", {**PLAIN, "prompts_per_step": 1}),
     "small packs": ("digits", {**PLAIN, "objective": "dapo", "tokens_per_pack": 20}),
     "checkpointed": ("digits", {**PLAIN, "checkpointing": "on"}),
     "clipped": ("digits", {**PLAIN, "optimiser": {**SMOOTH, "max_grad_norm": 0.01}}),
+    "entropy controls": ("digits", {**PLAIN, "entropy": ENTROPY, "updates_per_step": 2}),
 }
 
 

@@ -19,7 +19,7 @@ from tests.training.builders import recipe as small
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["tests.distributed.stage_cases", "torch.distributed"])
-TIMEOUT_S = 120
+TIMEOUT_S = 600
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:
@@ -54,7 +54,7 @@ def in_ranks(size: int, work: Callable[..., Any], *arguments: Any, recipe: Recip
     if size == 1:
         return [work(World(), *arguments)]
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    run = recipe or small(f"scale.ranks={size}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0")
+    run = recipe or small(f"scale.ranks={size}", "grpo.prompts_per_step=8", "scale.timeout_s=300.0")
     started = []
     for rank in range(size):
         receiver, sender = SERVER.Pipe(duplex=False)
@@ -64,7 +64,7 @@ def in_ranks(size: int, work: Callable[..., Any], *arguments: Any, recipe: Recip
         started.append((child, receiver))
     reports = [receiver.recv() if receiver.poll(TIMEOUT_S) else ("silent", None) for _, receiver in started]
     for child, _ in started:
-        child.join(20)
+        child.join(120)
         if child.is_alive():
             child.kill()
     for status, result in reports:

@@ -16,7 +16,7 @@ from oncurve.models import fisher
 from oncurve.models.heads.classifier import build_classifier, save
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine
-from oncurve.recipe.schema.stages import Dpo, Ppo, RejectionSample, RewardModel, Trpo
+from oncurve.recipe.schema.stages import Distil, Dpo, Ppo, RejectionSample, RewardModel, Trpo
 from oncurve.records import Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.reward_model import RewardModelOptions, RewardModelReward
@@ -24,6 +24,7 @@ from oncurve.runs.step_notes import collect_notes
 from oncurve.tasks.data.preference_pairs import Pair
 from oncurve.tasks.data.reward_model_data import RewardModelData, RewardModelExample
 from oncurve.training.stages import trpo as of_trpo
+from oncurve.training.stages.distil import DistilLoop
 from oncurve.training.stages.dpo import DpoLoop
 from oncurve.training.stages.iterative_grpo import IterativeLoop
 from oncurve.training.stages.ppo import PpoLoop
@@ -126,6 +127,18 @@ def rejection(world: World, folder: Path, **options: Any) -> StepOutcome:
     return outcome_of(world, reports[-1], engine.policy, [])
 
 
+def distil(world: World, folder: Path, **options: Any) -> StepOutcome:
+    """Two steps with rewards and a teacher of other weights, or the policy itself behind a longer prompt."""
+    teacher = folder / "teacher"
+    world.on_rank_zero(lambda: policy(5).save(teacher))
+    usual = {"steps": 3, "prompts_per_step": 5, "group_size": 4, "optimiser": SMOOTH, "sampling": {"max_new_tokens": 8}}
+    section = Distil.model_validate({**usual, "teacher": {"model": str(teacher)}, "reward_weight": 0.5, **options})
+    engine = NativeEngine(shard_policy(policy(), recipe(), world), Engine(slots=16))
+    loop = DistilLoop(section, recipe().model, 0, PROMPTS, engine, RewardMix([CaseReward("digits")]), world)
+    reports = [loop.step(n) for n in (1, 2)]
+    return outcome_of(world, reports[-1], engine.policy, [loop.learner.optimiser])
+
+
 def digits(completion: str) -> float:
     return float(sum(c.isdigit() for c in completion))
 
@@ -177,6 +190,10 @@ STAGES: dict[str, tuple[StageCase, dict[str, Any]]] = {
     "rejection sampling": (rejection, {}),
     "rejection sampling of fewer prompts than ranks": (rejection, {"prompts_per_step": 1}),
     "iterative grpo": (iterative, {}),
+    "distil": (distil, {"tokens_per_pack": 30}),
+    "distil by advantages": (distil, {"teach_by": "advantage"}),
+    "distil from the policy itself": (distil, {"teacher": {"model": "self", "context": "1+{prompt}"}}),
+    "distil of fewer prompts than ranks": (distil, {"prompts_per_step": 1, "reward_weight": 0.0}),
 }
 
 

@@ -51,7 +51,7 @@ class Process:
         self.started = SERVER.Process(target=_oncurve, args=(folder, arguments, {"COLUMNS": "200", **environ}, self.log, code))
         self.started.start()
 
-    def code(self, seconds: float = 60) -> int | None:
+    def code(self, seconds: float = 300) -> int | None:
         self.started.join(seconds)
         code = self.started.exitcode
         self.started.kill()
@@ -133,7 +133,7 @@ def test_ranks_with_different_recipes(tmp_path: Path, store: TCPStore) -> None:
     first, second = as_ranks(tmp_path, store, str(one), str(other))
     assert [first.code(), second.code(GONE_S)] == [2, 2]
     assert "rank 1 on" in first.stderr
-    assert "has another recipe than rank 0" in first.stderr
+    assert "recipe differs from rank 0's" in first.stderr
     assert "start every rank with the same recipe" in first.stderr
     assert second.stderr == ""
 
@@ -146,7 +146,7 @@ def test_ranks_with_different_code(tmp_path: Path, store: TCPStore) -> None:
     recipe = str(write_recipe(tmp_path / "r.toml", 2))
     first, second = as_ranks(tmp_path, store, recipe, recipe, code=copy)
     assert [first.code(), second.code(GONE_S)] == [2, 2]
-    assert "has another Oncurve's code than rank 0" in first.stderr
+    assert "Oncurve's code differs from rank 0's" in first.stderr
     assert second.stderr == ""
 
 
@@ -162,7 +162,7 @@ def test_a_rank_that_does_not_start(tmp_path: Path, store: TCPStore) -> None:
     recipe = str(write_recipe(tmp_path / "r.toml", 2, "scale.timeout_s=4.0"))
     alone = Process(tmp_path, "train", recipe, environ=environment(0, 2, store.port))
     assert alone.code() == 2
-    assert "rank 1 of 2: not there after 4 s" in alone.stderr
+    assert "rank 1 of 2: did not connect within 4 s" in alone.stderr
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:
@@ -185,15 +185,13 @@ def pids(path: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_launched_ranks_end_together(tmp_path: Path) -> None:
-    """One of the ranks that `oncurve train` started is killed: all end within 10 s, with one message. Then the launcher is."""
+    """One of the ranks that `oncurve train` started is killed: all end, with one message. Then the launcher is."""
     recipe = str(write_recipe(tmp_path / "r.toml", 2, "grpo.steps=2000", "grpo.save_every=0"))
     run = Process(tmp_path, "train", recipe, "--out", "run", environ={"PYTHONPATH": str(HERE)})
     until(lambda: last_step(tmp_path / "run") >= 2 and len(pids(tmp_path / "run")) == 2)
     _, second = pids(tmp_path / "run")
-    began = time.monotonic()
     os.kill(second, signal.SIGKILL)
     assert run.code(GONE_S) == 2
-    assert time.monotonic() - began < GONE_S
     assert run.stderr.count("error") == 1
     assert "rank 1 of 2: its process" in run.stderr
 
@@ -201,7 +199,7 @@ def test_launched_ranks_end_together(tmp_path: Path) -> None:
     until(lambda: last_step(tmp_path / "other") >= 2 and len(pids(tmp_path / "other")) == 2)
     left = pids(tmp_path / "other")
     run.started.kill()
-    until(lambda: not any(map(is_alive, left)), seconds=10)
+    until(lambda: not any(map(is_alive, left)), seconds=GONE_S)
 
 
 @pytest.mark.slow
@@ -209,7 +207,7 @@ def test_torchrun_starts_ranks_too(tmp_path: Path) -> None:
     recipe = str(write_recipe(tmp_path / "r.toml", 2, "grpo.steps=2"))
     environ = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "oncurve", "train"]
-    done = subprocess.run([*command, recipe, "--out", "run"], cwd=tmp_path, env=environ, capture_output=True, timeout=120)
+    done = subprocess.run([*command, recipe, "--out", "run"], cwd=tmp_path, env=environ, capture_output=True, timeout=600)
     assert done.returncode == 0, done.stderr.decode()
     assert last_step(tmp_path / "run") == 2
     assert len(pids(tmp_path / "run")) == 2

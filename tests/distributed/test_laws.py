@@ -6,12 +6,14 @@ import math
 import subprocess
 import sys
 import tempfile
+from functools import cache
 
 import numpy as np
 import pytest
 
 from oncurve.distributed.process_group import balanced_partition
 from oncurve.distributed.world import World
+from oncurve.runs.metrics import is_repeatable
 from tests.distributed.cases import (
     CASES,
     StepOutcome,
@@ -27,30 +29,31 @@ from tests.distributed.processes import in_ranks
 from tests.distributed.stage_cases import STAGES, stage_steps
 from tests.training.builders import recipe as small
 
-Outcomes = dict[int, list[dict[str, StepOutcome]]]
+FOUR = pytest.param(4, marks=pytest.mark.slow)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> Outcomes:
-    """The outcomes of every case on each rank, for 1, 2 and 4 ranks."""
-    return {size: in_ranks(size, all_steps, list(CASES), list(STAGES)) for size in (1, 2, 4)}
+@cache
+def outcomes(size: int) -> list[dict[str, StepOutcome]]:
+    """The outcomes of every case on each of this many ranks."""
+    return in_ranks(size, all_steps, list(CASES), list(STAGES))
 
 
 def all_steps(world: World, of_grpo: list[str], of_stages: list[str]) -> dict[str, StepOutcome]:
     return steps(world, of_grpo) | stage_steps(world, of_stages)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, FOUR])
 @pytest.mark.parametrize("name", [*CASES, *STAGES])
-def test_a_step_on_any_number_of_ranks_equals_that_of_one(outcomes: Outcomes, name: str, size: int) -> None:
-    one = outcomes[1][0][name]
-    for outcome in (of_rank[name] for of_rank in outcomes[size]):
+def test_a_step_on_any_number_of_ranks_equals_that_of_one(name: str, size: int) -> None:
+    one = outcomes(1)[0][name]
+    for outcome in (of_rank[name] for of_rank in outcomes(size)):
         assert outcome.tokens == one.tokens
         assert relative_distance(outcome.advantages, one.advantages) < 1e-5
         assert relative_distance(outcome.gradient, one.gradient) < 1e-5
         assert relative_distance(outcome.weights, one.weights) < 1e-5
-        assert outcome.metrics.keys() == one.metrics.keys()
-        for metric, value in one.metrics.items():
+        repeatable = {metric: value for metric, value in one.metrics.items() if is_repeatable(metric.removeprefix("round/"))}
+        assert {metric for metric in outcome.metrics if is_repeatable(metric.removeprefix("round/"))} == repeatable.keys()
+        for metric, value in repeatable.items():
             assert math.isclose(outcome.metrics[metric], value, rel_tol=1e-4, abs_tol=1e-5), metric
         assert outcome.stats == one.stats
         assert outcome.written == one.written
@@ -61,6 +64,9 @@ SHARDED = [
     "gspo",
     "kl in the reward",
     "mini-batches",
+    "truncated",
+    "truncated in mini-batches",
+    "penalties of silent groups",
     "process rewards",
     "empty ranks",
     "nothing to learn",
@@ -76,19 +82,29 @@ STAGES_SHARDED = {
         "ppo of fewer prompts than ranks, warming up",
         "trpo",
         "iterative grpo",
+        "distil",
     ],
-    "full": ["dpo", "ipo", "dpo of fewer pairs than ranks", "rejection sampling"],
+    "full": [
+        "dpo",
+        "ipo",
+        "dpo of fewer pairs than ranks",
+        "rejection sampling",
+        "distil",
+        "distil by advantages",
+        "distil from the policy itself",
+        "distil of fewer prompts than ranks",
+    ],
 }
 
 
 @pytest.mark.parametrize("shard", ["optimiser", "full"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_sharded_step_equals_an_unsharded_one(outcomes: Outcomes, shard: str, size: int) -> None:
+@pytest.mark.parametrize("size", [2, FOUR])
+def test_a_sharded_step_equals_an_unsharded_one(shard: str, size: int) -> None:
     """With the optimiser, or also the weights, sharded."""
-    sets = [f"scale.ranks={size}", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0"]
+    sets = [f"scale.ranks={size}", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=300.0"]
     ranks = in_ranks(size, all_steps, SHARDED, STAGES_SHARDED[shard], recipe=small(*sets))
     for name in [*SHARDED, *STAGES_SHARDED[shard]]:
-        one = outcomes[1][0][name]
+        one = outcomes(1)[0][name]
         for of_rank in ranks:
             outcome = of_rank[name]
             assert outcome.tokens == one.tokens
@@ -98,29 +114,29 @@ def test_a_sharded_step_equals_an_unsharded_one(outcomes: Outcomes, shard: str, 
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_sampling_with_sharded_weights_gives_the_same_tokens(outcomes: Outcomes, size: int) -> None:
+def test_sampling_with_sharded_weights_gives_the_same_tokens(size: int) -> None:
     """Layer by layer, in lockstep with ranks that have fewer prompts, other rounds or none at all."""
     names = ["grpo", "resampled", "empty ranks", "fewer prompts than ranks"]
-    sets = [f"scale.ranks={size}", "scale.shard=full", "scale.gather=false", "grpo.prompts_per_step=6", "scale.timeout_s=60.0"]
+    sets = [f"scale.ranks={size}", "scale.shard=full", "scale.gather=false", "grpo.prompts_per_step=6", "scale.timeout_s=300.0"]
     for of_rank in in_ranks(size, steps_layer_by_layer, names, recipe=small(*sets)):
         for name in names:
-            one = outcomes[1][0][name]
+            one = outcomes(1)[0][name]
             assert of_rank[name].tokens == one.tokens
             assert relative_distance(of_rank[name].gradient, one.gradient) < 1e-5, name
             assert relative_distance(of_rank[name].weights, one.weights) < 1e-5, name
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_all_ranks_end_in_the_same_bits(outcomes: Outcomes, size: int) -> None:
+@pytest.mark.parametrize("size", [2, FOUR])
+def test_all_ranks_end_in_the_same_bits(size: int) -> None:
     """No weights are exchanged: each rank updates its own by a gradient with the same bits."""
     for name in [*CASES, *STAGES]:
-        first, *others = [of_rank[name].weights for of_rank in outcomes[size]]
+        first, *others = [of_rank[name].weights for of_rank in outcomes(size)]
         assert all(np.array_equal(first, other) for other in others), name
 
 
-def test_the_cases_cover_what_they_claim(outcomes: Outcomes) -> None:
+def test_the_cases_cover_what_they_claim() -> None:
     """Some cases have no learning signal, some leave ranks without a group, some have failures."""
-    one = outcomes[1][0]
+    one = outcomes(1)[0]
     assert one["nothing to learn"].stats == 0
     assert 0 < one["empty ranks"].metrics["no_signal_share"] < 1
     assert one["empty ranks"].stats < 4 * 4
@@ -136,7 +152,7 @@ def test_the_cases_cover_what_they_claim(outcomes: Outcomes) -> None:
 @pytest.mark.parametrize("shard", ["none", "full"])
 def test_sft_on_ranks(shard: str) -> None:
     ((weights, losses),) = in_ranks(1, run_sft)
-    run = small("scale.ranks=2", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0")
+    run = small("scale.ranks=2", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=300.0")
     for of_rank, losses_of_rank in in_ranks(2, run_sft, recipe=run):
         assert relative_distance(of_rank, weights) < 1e-5
         assert losses_of_rank == pytest.approx(losses, rel=1e-6)
@@ -165,7 +181,7 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
 def test_bfloat16_weights_with_float32_masters(shard: str) -> None:
     """The gradient is rounded to about three digits, however the masters are sharded."""
     (one,) = in_ranks(1, step, "grpo", "bfloat16", shard == "full")
-    run = small("scale.ranks=2", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=60.0")
+    run = small("scale.ranks=2", f"scale.shard={shard}", "grpo.prompts_per_step=8", "scale.timeout_s=300.0")
     for outcome in in_ranks(2, step, "grpo", "bfloat16", recipe=run):
         assert outcome.tokens == one.tokens
         assert relative_distance(outcome.gradient, one.gradient) < 2e-2
@@ -183,7 +199,7 @@ def test_a_single_process_imports_nothing_distributed() -> None:
         "dist.is_initialized())"
     )
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
     assert done.stdout.strip() == "[] False", done.stderr
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import time
 from functools import partial
 from pathlib import Path
 
@@ -62,10 +61,8 @@ def test_if_a_rank_is_killed_all_end_and_the_run_resumes_exactly(undisturbed: di
     path = tmp_path / "killed"
     run = Started(run_recipe(2), path)
     until(lambda: last_step(path) >= 5)
-    killed = time.monotonic()
     os.kill(run.processes[1].pid or 0, signal.SIGKILL)
     codes = run.wait(GONE_S)
-    assert time.monotonic() - killed < GONE_S
     assert codes == [2, -signal.SIGKILL]
     assert run.log_text.count("printed:") == 1
     assert "rank 0 printed: rank 1 of 2: its process" in run.log_text
@@ -128,17 +125,18 @@ def test_a_sharded_checkpoint_of_four_ranks_resumes_on_two_and_on_one(shard: str
         assert distance(path, tmp_path / "plain") < 1e-4
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named(tmp_path: Path) -> None:
     path = tmp_path / "hangs"
-    run = Started(run_recipe(2, "scale.timeout_s=8.0"), path)
+    run = Started(run_recipe(2, "scale.timeout_s=12.0"), path)
     until(lambda: last_step(path) >= 2)
     os.kill(run.processes[1].pid or 0, signal.SIGSTOP)
     try:
-        run.processes[0].join(25)
+        run.processes[0].join(GONE_S)
         assert run.processes[0].exitcode == 2
     finally:
         os.kill(run.processes[1].pid or 0, signal.SIGKILL)
-    assert "waited 8 s in" in run.log_text
+    assert "waited 12 s in" in run.log_text
     assert "for rank 1" in run.log_text
     assert "rank 1 on" in run.log_text
     assert "raise scale.timeout_s" in run.log_text
@@ -151,7 +149,7 @@ def test_ctrl_c_saves_and_stops_all_ranks(undisturbed: dict[int, Path], tmp_path
     until(lambda: last_step(path) >= 3)
     for child in run.processes:
         os.kill(child.pid or 0, signal.SIGINT)
-    assert run.wait(30) == [130, 0]
+    assert run.wait(GONE_S) == [130, 0]
     assert "stopped by you" in run.log_text
     assert RunFolder(path).state().current_status == "interrupted"
     again = Started(run_recipe(2), path, again=True)

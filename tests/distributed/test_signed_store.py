@@ -88,6 +88,35 @@ def test_a_rank_waits_past_a_strangers_entry(host: TCPStore) -> None:
     timer.join()
 
 
+def test_what_a_stranger_deletes_or_overwrites_is_restored(host: TCPStore) -> None:
+    store, reader = SignedStore(host, "secret"), SignedStore(clone(host), "secret")
+    for number in range(3):
+        store.set(f"command/{number}", str(number))
+    store.delete("command/0")
+    [prefix] = prefixes(host, store)
+    host.delete_key(f"{prefix}command/1")
+    host.set(f"{prefix}command/2", "end")
+    assert [reader.find(f"command/{number}") for number in range(3)] == [None, None, None]
+    timer = threading.Timer(0.3, store.clone().restore)
+    timer.start()
+    assert [reader.get(f"command/{number}") for number in (1, 2)] == [b"1", b"2"]
+    timer.join()
+    assert reader.find("command/0") is None
+
+
+def test_ranks_that_wait_for_each_other_restore_what_a_stranger_deletes(host: TCPStore) -> None:
+    """As ranks check in, before they have a heartbeat: each waits for the other, and rank 0's entry is gone meanwhile."""
+    first, second = SignedStore(host, "secret"), SignedStore(clone(host), "secret")
+    first.set("check-in/0", "0")
+    for key in host.list_keys():
+        host.delete_key(key)
+    timer = threading.Timer(0.3, second.set, ("check-in/1", "1"))
+    timer.start()
+    first.wait(["check-in/0", "check-in/1"], timedelta(seconds=30))
+    timer.join()
+    assert second.get("check-in/0") == b"0"
+
+
 def prefixes(host: TCPStore, store: SignedStore) -> set[str]:
     """The prefix of a store's keys, which torch tells everyone who can connect."""
     store.set("known", "1")
@@ -131,6 +160,9 @@ def test_a_launched_run_is_not_reachable_from_outside_and_survives_a_stranger(tm
             with contextlib.suppress(RuntimeError):  # the run may have ended
                 for prefix in {key.partition("/")[0] + "/" for key in stranger.list_keys()} | {""}:
                     stranger.set(f"{prefix}failed", '{"exit_code": 0}')
+                for key in stranger.list_keys():
+                    if "/ranks/" not in key:  # those of torch's own process group: without them ranks can't connect
+                        stranger.delete_key(key)
         time.sleep(0.1)
     assert stranger is not None
     assert {ip for ip, _ in addresses} == {"127.0.0.1"}

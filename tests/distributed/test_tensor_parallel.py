@@ -28,6 +28,7 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.checkpoints.listing import checkpoint_path, list_checkpoints
 from oncurve.runs.checkpoints.shards import INDEX, MergedTensors, ShardedTensors
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.metrics import is_repeatable
 from oncurve.training.checkpoint_writer import collect_checkpoint_state
 from oncurve.training.trainer import load_weights, shard_policy
 from tests.distributed import runs
@@ -71,7 +72,7 @@ def run_dpo(world: World, offload: bool) -> dict[str, StepOutcome]:
 
 def run_recipe(ranks: int, tensor: int, *more: str) -> Recipe:
     sizes = [f"scale.ranks={ranks}", f"scale.tensor={tensor}", "scale.shard=full"]
-    return small(*sizes, "grpo.prompts_per_step=8", "scale.timeout_s=60.0", *more)
+    return small(*sizes, "grpo.prompts_per_step=8", "scale.timeout_s=300.0", *more)
 
 
 def check_same(ranks: list[dict[str, StepOutcome]], one: dict[str, StepOutcome]) -> None:
@@ -83,6 +84,8 @@ def check_same(ranks: list[dict[str, StepOutcome]], one: dict[str, StepOutcome])
             assert np.array_equal(of_rank.weights, ranks[0][name].weights), name
             assert of_rank.stats == expected.stats, name
             for metric, value in expected.metrics.items():
+                if not is_repeatable(metric):
+                    continue
                 assert np.isclose(of_rank.metrics[metric], value, rtol=1e-4, atol=1e-5), (name, metric)
 
 
@@ -127,6 +130,7 @@ def test_another_stage(offload: bool) -> None:
     check_same(in_ranks(4, run_dpo, offload, recipe=run_recipe(4, 2)), one)
 
 
+@pytest.mark.slow
 def test_models_with_a_plan() -> None:
     """With biases, tied and untied heads, norms of heads, and plans that gather split outputs."""
     names = list(ARCHITECTURES)

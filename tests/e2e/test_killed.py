@@ -25,9 +25,10 @@ SETS = [
 ]  # fmt: skip
 
 
-def start(path: Path, sets: list[str] = SETS) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tests.e2e.script", str(path), *sets]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def start(path: Path, sets: list[str] = SETS, wait_at: int = 0) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tests.e2e.script", str(path), str(wait_at), *sets]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
 
 
 def wait_for(process: subprocess.Popen[str], lines: int) -> None:
@@ -40,7 +41,7 @@ def wait_for(process: subprocess.Popen[str], lines: int) -> None:
 
 
 def finish(process: subprocess.Popen[str]) -> int:
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=600)
     assert "Traceback" not in err, err
     return process.returncode
 
@@ -48,11 +49,11 @@ def finish(process: subprocess.Popen[str]) -> int:
 def kill_and_resume(path: Path, moments: list[tuple[int, float]], sets: list[str] = SETS) -> RunFolder:
     """Kills each process of the run at its moment (steps printed, seconds after), and lets the last one finish."""
     for steps, seconds in moments:
-        process = start(path, sets)
+        process = start(path, sets, wait_at=steps + 3)
         wait_for(process, steps)
         time.sleep(seconds)
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=600)
         assert RunFolder(path).state().current_status == "interrupted"
     assert finish(start(path, sets)) == 0
     return RunFolder(path)
@@ -74,22 +75,22 @@ def test_a_run_killed_three_times_ends_in_the_same_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_run_killed_many_times_at_any_moment_ends_in_the_same_bits(seed: int, tmp_path: Path) -> None:
-    """The run is long enough that even a fast machine is still training at the last kill."""
     rng = random.Random(seed)
     moments = [(rng.randint(1, 6), rng.random() * 0.2) for _ in range(5)]
-    sets = [*SETS, "grpo.steps=150"]
+    sets = [*SETS, "grpo.steps=40"]
     killed = kill_and_resume(tmp_path / "killed", moments, sets)
     assert fingerprint(killed) == fingerprint(begin(recipe(*sets), out=tmp_path / "whole")), moments
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_finishes_the_step_and_saves(number: signal.Signals, code: int, tmp_path: Path) -> None:
     """Ctrl-C in the middle of grpo: the step is complete, it has a checkpoint, and the run resumes from there."""
     path = tmp_path / "stopped"
     sets = [s for s in SETS if "save_every" not in s]
-    process = start(path, sets)
+    process = start(path, sets, wait_at=12 + 8)
     wait_for(process, 12 + 5)
     process.send_signal(number)
     assert finish(process) == code
@@ -97,7 +98,7 @@ def test_a_signal_finishes_the_step_and_saves(number: signal.Signals, code: int,
     assert run.state().current_status == "interrupted"
     with RunReader.open(path) as store:
         done = {s.name: s.done for s in store.stages()}
-    assert 5 <= done["grpo"] < 24
+    assert 5 <= done["grpo"] <= 9
     assert ("grpo", done["grpo"]) in [(p.stage, p.step) for p in list_checkpoints(run.checkpoints)]
     again = start(path)
     wait_for(again, 1)

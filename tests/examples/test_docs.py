@@ -30,7 +30,7 @@ PAGE_FILES = [
     *sorted(ROOT.glob("*.md")),
     ROOT / "llms.txt",
     ROOT / "bench" / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 each_page = pytest.mark.parametrize("page", PAGE_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 PLACEHOLDER = re.compile(r"[A-Z]|…|\.\.\.|path/to")
@@ -39,7 +39,7 @@ PLACEHOLDER = re.compile(r"[A-Z]|…|\.\.\.|path/to")
 def code_of(page: Path) -> list[str]:
     """The code of a page: each inline span, and each line of a block without its comment and with continued lines joined."""
     text = page.read_text(encoding="utf-8")
-    fences = re.findall(r"^```\w*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    fences = re.findall(r"^```[^\n]*\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     indented = re.findall(r"^    (\S.*)$", prose.replace("\\\n", " "), re.MULTILINE)
     lines = [line for block in fences for line in block.replace("\\\n", " ").splitlines()] + indented
@@ -109,18 +109,6 @@ def test_commands_and_their_options_exist(page: Path, options_by_command: dict[t
             assert options <= options_by_command[command], code
 
 
-def test_the_readme_lists_every_command(options_by_command: dict[tuple[str, ...], set[str]]) -> None:
-    text = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\|", "|")
-    listed = {
-        (command, *([name] if name else []))
-        for command, names in re.findall(r"^\| `oncurve (\w+)(?: ([a-z][\w|-]*))?", text, re.MULTILINE)
-        for name in (names.split("|") if names else [""])
-    }
-    groups = {command[0] for command in options_by_command if len(command) > 1}
-    expected = {command for command in options_by_command if len(command) > 1 or command[0] not in groups}
-    assert expected - listed == {("version",)}, "`oncurve --version` prints it too"
-
-
 @each_page
 def test_named_recipes_and_make_targets_exist(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
@@ -156,14 +144,30 @@ def test_the_design_lists_every_module_and_folder_of_the_tree() -> None:
     assert listed == modules | packages
 
 
-def test_the_readme_quotes_the_summary_that_training_prints() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"<!-- train-output -->\n(.*?)<!-- /train-output -->", readme, re.S)
+def test_the_first_run_quotes_the_summary_that_training_prints() -> None:
+    page = (ROOT / "docs" / "start" / "first-run.md").read_text(encoding="utf-8")
+    block = re.search(r"<!-- train-output -->\n(.*?)<!-- /train-output -->", page, re.S)
     assert block is not None
     purposes = re.findall(r"^      (\S.*?)  +(oncurve \w+) runs/arithmetic-1", block[1], re.M)
     assert [command for _, command in purposes] == ["oncurve show", "oncurve chat", "oncurve eval"]
     source = (ROOT / "oncurve" / "terminal" / "live" / "summary.py").read_text(encoding="utf-8")
     assert [purpose for purpose, command in purposes if f'("{purpose}", f"{command} {{run.' not in source] == []
+
+
+def test_messages_name_sections_of_troubleshooting_that_exist() -> None:
+    from oncurve.training.collapse_watch import COLLAPSE_RULES
+
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "oncurve").rglob("*.py")]
+    named = {name for source in sources for name in re.findall(r"troubleshooting\([\"'](.+?)[\"']\)", source)}
+    page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    sections = set(re.findall(r"^## (.+)$", page, re.MULTILINE))
+    assert len(named) >= 4
+    assert named | {rule.section for rule in COLLAPSE_RULES.values()} <= sections
+
+
+def test_the_gallery_has_every_recipe() -> None:
+    page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^### (.+)$", page, re.MULTILINE)) == {path.stem for path in (ROOT / "recipes").glob("*.toml")}
 
 
 def test_llms_txt_lists_every_page() -> None:

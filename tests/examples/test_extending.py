@@ -156,8 +156,8 @@ def add_command(package: Path) -> None:
 
 def add_stage(package: Path) -> None:
     _, section, loop, row = blocks("A stage")
-    union = "Stage = Annotated[Sft | "
-    replace(package / "recipe" / "schema" / "stages.py", union, f"{section}\n\nStage = Annotated[Shrink | Sft | ")
+    union = "Stage = Annotated[\n    Sft | "
+    replace(package / "recipe" / "schema" / "stages.py", union, f"{section}\n\nStage = Annotated[\n    Shrink | Sft | ")
     (package / "training" / "stages" / "shrink.py").write_text(loop)
     table = package / "training" / "stages" / "table.py"
     rows = "STAGES: Mapping[type[StageBase], StageType] = StageTable(\n    {\n"

@@ -40,15 +40,24 @@ CASES: dict[str, Recipe] = {
     "sft": recipe(SFT),
     "sft then grpo": recipe({**SFT, "steps": 3}, GRPO),
     "updates in mini-batches": recipe({**GRPO, "updates_per_step": 3, "minibatches": 2}),
+    "carried over": recipe({**GRPO, "carry_over": 1, "sampling": {"max_new_tokens": 24}}),
     "iterative": recipe({**GRPO, "kl": {"beta": 0.05, "refresh_every": 2}, "updates_per_step": 2}),
     "process rewards": recipe(GRPO, rewards=[STEPS, SHORT]),
     "asynchronous rewards": recipe(GRPO, rewards=[PATIENT, FORMAT]),
     "rewards in workers": recipe(GRPO, rewards=[HURRIED, FORMAT]),
     "dynamic sampling": recipe({**GRPO, "no_signal": "resample", "max_resample_rounds": 2}, rewards=[SHORT]),
+    "curriculum": recipe(
+        {**GRPO, "curriculum": {"unseen": 0.4, "first_samples": 2}},
+        task={"type": "arithmetic", "digits": 2, "heldout": 6},
+        rewards=[FORMAT, SHORT],
+    ),
     "without a verifiable reward": recipe(
         GRPO, task={"type": "file", "path": str(PAIRS), "heldout": 6}, rewards=[FORMAT, LENGTH]
     ),
-    "environments": recipe(GRPO, task={"type": "guess", "heldout": 6}, rewards=[{"type": "guess"}, SHORT]),
+    "environments and drafts": recipe(
+        GRPO, task={"type": "guess", "heldout": 6}, rewards=[{"type": "guess"}, SHORT], engine={"draft": "group"}
+    ),
+    "distil": recipe({**GRPO, "type": "distil", "reward_weight": 1.0, "teacher": {"model": "self", "context": "1+{prompt}"}}),
     "ppo": recipe({**GRPO, "type": "ppo", "updates_per_step": 2, "kl": {"beta": 0.05}, "critic": {"warmup_steps": 2}}),
     "trpo": recipe({**TAKING, "type": "trpo", "cg_iterations": 2}),
     "reward model": recipe(

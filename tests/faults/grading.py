@@ -46,3 +46,13 @@ def dying(completion: str) -> float:
     if completion.startswith("7"):
         os._exit(3)
     return short(completion)
+
+
+is_broken = False
+"""Whether `breakable` fails for about half of the completions, as an overloaded service does."""
+
+
+def breakable(completion: str) -> float:
+    if is_broken and sum(map(ord, completion)) % 2:
+        raise RuntimeError("out of order")
+    return short(completion)

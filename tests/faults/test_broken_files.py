@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import shutil
 import struct
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,14 @@ from safetensors.torch import load_file, save_file
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import DataError, ModelError, OncurveError
+from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, load_policy
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.model import Model
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
 from oncurve.tasks.registry import build_task
+from tests.faults.error_sites import record_errors, unreached
 from tests.faults.test_fuzz import PLAIN, exit_code_of, in_time
 from tests.models.loading import gguf_files
 
@@ -60,6 +64,15 @@ def weights(change: Callable[[dict[str, torch.Tensor]], None]) -> Damage:
         tensors = load_file(folder / "model.safetensors")
         change(tensors)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def adapter_weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "adapter_model.safetensors")
 
     return damage
 
@@ -106,11 +119,15 @@ MODELS: dict[str, tuple[Damage, str]] = {
     "deep tokenizer config": (replaced("tokenizer_config.json", DEEP), ""),
     "deep tokenizer": (replaced("tokenizer.json", DEEP), ""),
     "deep generation config": (replaced("generation_config.json", DEEP), ""),
+    "no config": (removed("config.json"), "without config.json"),
     "empty config": (replaced("config.json", ""), ""),
     "config is a list": (replaced("config.json", "[]"), ""),
     "config is text": (replaced("config.json", '"x"'), ""),
     "config is binary": (replaced("config.json", b"\xff\xfe\x00\x01"), ""),
     "config is a FIFO": (fifo("config.json"), ""),
+    "tokenizer config is a FIFO": (fifo("tokenizer_config.json"), "neither a file"),
+    "tokenizer is a FIFO": (fifo("tokenizer.json"), "neither a file"),
+    "weights are a FIFO": (fifo("model.safetensors"), "neither a file"),
     "no model type": (config(model_type=None), ""),
     "model type is a number": (config(model_type=3), ""),
     "unknown model type": (config(model_type="unheard_of"), ""),
@@ -139,7 +156,7 @@ MODELS: dict[str, tuple[Damage, str]] = {
     "a header that is a list": (header(b"[]"), ""),
     "a header with a bad dtype": (header(b'{"x":{"dtype":"F99","shape":[1],"data_offsets":[0,4]}}' + b"\0" * 4), ""),
     "weights of another shape": (weights(lambda t: void(t.update({"model.norm.weight": torch.ones(7)}))), ""),
-    "a weight is missing": (weights(lambda t: void(t.pop("model.norm.weight"))), ""),
+    "a weight is missing": (weights(lambda t: void(t.pop("model.norm.weight"))), "lack model.norm.weight"),
     "no tokenizer": (removed("tokenizer.json"), ""),
     "empty tokenizer": (replaced("tokenizer.json", "{}"), ""),
     "half a tokenizer": (cut("tokenizer.json", 0.5), ""),
@@ -185,17 +202,103 @@ def error_of(attempt: Callable[[], None], kind: type[OncurveError]) -> OncurveEr
     return error
 
 
-@pytest.mark.parametrize("damage", [pytest.param(d, marks=() if MODELS[d][1] else pytest.mark.slow) for d in MODELS])
+ADAPTERS: dict[str, tuple[Damage, str]] = {
+    "no weights": (removed("adapter_model.safetensors"), "not a LoRA adapter"),
+    "half of the weights": (cut("adapter_model.safetensors", 0.5), "can't be read"),
+    "NaN in a weight": (adapter_weights(lambda t: next(iter(t.values())).view(-1)[0].fill_(math.nan)), "not finite"),
+    "a weight is missing": (adapter_weights(lambda t: t.pop(next(iter(t)))), "another base"),
+    "weights of another shape": (adapter_weights(lambda t: t.update({next(iter(t)): torch.ones(3, 3)})), "another base"),
+    "a weight of no layer": (adapter_weights(lambda t: t.update(x=torch.ones(3))), "another base"),
+    "deep config": (replaced("adapter_config.json", DEEP), "can't be read"),
+    "empty config": (replaced("adapter_config.json", ""), "can't be read"),
+    "config is a list": (replaced("adapter_config.json", "[]"), "without a base"),
+    "config is a FIFO": (fifo("adapter_config.json"), ""),
+    "weights are a FIFO": (fifo("adapter_model.safetensors"), "not a LoRA adapter"),
+    "no base": (edited("adapter_config.json", base_model_name_or_path=None), "without a base"),
+    "base is not there": (edited("adapter_config.json", base_model_name_or_path="./gone"), "no such folder"),
+    "base is a number": (edited("adapter_config.json", base_model_name_or_path=3), ""),
+    "of another kind": (edited("adapter_config.json", peft_type="IA3"), "only LoRA"),
+    "of no kind": (edited("adapter_config.json", peft_type="UNHEARD"), "can't be read"),
+    "rank is text": (edited("adapter_config.json", r="many"), "can't be read"),
+    "rank is 0": (edited("adapter_config.json", r=0), ""),
+    "rank is negative": (edited("adapter_config.json", r=-2), ""),
+    "targets are a number": (edited("adapter_config.json", target_modules=3), "can't be read"),
+    "targets are not there": (edited("adapter_config.json", target_modules=["gone"]), ""),
+    "targets are the head": (edited("adapter_config.json", target_modules=["lm_head"]), ""),
+    "fingerprint is a list": (replaced("oncurve-base.json", "[]"), "another base"),
+    "deep fingerprint": (replaced("oncurve-base.json", DEEP), "can't be read"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapter(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("adapter") / "adapter"
+    settings = Model.model_validate({"source": str(model), "lora": {"rank": 2}})
+    lora.save(load_policy(settings, alphabet=None, seed=0).model, folder)
+    return folder
+
+
+@pytest.mark.parametrize("damage", [damage for damage, (_, message) in MODELS.items() if message])
 def test_a_broken_model_folder_is_one_error(damage: str, model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    shutil.copytree(model, folder)
-    change, message = MODELS[damage]
+    use_damaged(model, tmp_path / "model", *MODELS[damage])
+
+
+@pytest.mark.slow
+def test_every_error_of_the_loaders_of_models_is_caused_by_a_broken_file(
+    model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONCURVE_CACHE", str(tmp_path / "cache"))
+    tables = (("model", model, MODELS), ("adapter", adapter, ADAPTERS))
+    damages = {f"{kind}: {name}": (folder, *table[name]) for kind, folder, table in tables for name in table}
+    bugs: dict[str, str] = {}
+    with record_errors() as reached:
+        for number, (name, (folder, change, message)) in enumerate(damages.items()):
+            try:
+                use_damaged(folder, tmp_path / str(number) / "model", change, message)
+            except Exception as error:
+                bugs[name] = f"{type(error).__name__}: {error}"
+        for name, content in GGUFS.items():
+            (tmp_path / f"{name[:9]}.gguf").write_bytes(content)
+            assert error_of(partial(use, tmp_path / f"{name[:9]}.gguf"), ModelError) is not None, name
+    assert bugs == {}
+    assert unreached(LOADERS, reached, NOT_BY_A_BROKEN_FILE) == []
+
+
+LOADERS = ("models/loading/load.py", "models/loading/gguf.py", "models/loading/local_models.py", "models/lora.py")
+NOT_BY_A_BROKEN_FILE = {
+    "is not installed": "the tests' environment has every optional package: tests/models/loading/test_load.py",
+    "'model.device'": "tests/cli/test_mutations.py",
+    "'model.quantise'": "the same",
+    "'model.lora.dora'": "the same",
+    "model.template_options": "the same",
+    "model.system_prompt": "the same",
+    "'a file that is not GGUF'": "the same",
+    "'a model with its own code'": "tests/faults/test_untrusted.py",
+    "points outside": "the same",
+    "opening a pickle runs": "the same",
+    "ModelError(source, what, because=because, fix=fix)": "no decoder of text: tests/models/loading/test_load.py",
+    "can't be reached to download it": "the same",
+    "its tokenizer can't be loaded": "tests/training/stages/test_distil.py",
+    "'it is a folder'": "tests/models/loading/test_gguf.py",
+    "rope scaling": "the same",
+    "an adapter with": "tests/models/test_lora.py",
+    "'the path does not exist'": "the same",
+    "never overwritten": "the same",
+    '"can\'t be written"': "the same",
+    "config.json says which family": "tests/cli/test_models.py",
+}
+"""Errors that no broken file causes, by a part of their source, and what tests them."""
+
+
+def use_damaged(origin: Path, folder: Path, change: Damage, message: str) -> None:
+    """A damaged copy of a model's folder is one error, which has the message if there is one, or works."""
+    shutil.copytree(origin, folder)
     change(folder)
     error = error_of(lambda: use(folder), OncurveError)
     if message:
         assert error is not None, "it was loaded"
         assert message in str(error)
-    assert exit_code_of("models", "--json", str(tmp_path)) in (0, 2)
+    assert exit_code_of("models", str(folder), "--json") in (0, 2)
 
 
 def gguf_value(key: str, kind: int, packed: bytes) -> bytes:
@@ -288,4 +391,4 @@ def test_a_broken_data_file_is_one_error(content: str, tmp_path: Path) -> None:
 
 
 def test_there_are_enough_of_them() -> None:
-    assert len(MODELS) + len(GGUFS) + len(DATA) >= 60
+    assert len(MODELS) + len(ADAPTERS) + len(GGUFS) + len(DATA) >= 60

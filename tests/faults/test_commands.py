@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.cli.app import main
+from oncurve.operations import doctor
 from oncurve.operations.replay import replay
 from oncurve.runs.folder import RunFolder
 from oncurve.training.start import begin, fork
@@ -145,5 +146,57 @@ def test_doctor_says_what_will_run_here(tmp_path: Path, capsys: pytest.CaptureFi
     assert checks["training on cpu"]["mark"] == "ok", checks
     assert "bit for bit" in checks["training on cpu"]["message"]
     assert checks["runs"]["mark"] == "ok"
-    assert {"versions", "machine", "sandbox", "disk"} <= checks.keys()
+    assert {"versions", "machine", "C compiler", "sandbox", "disk"} <= checks.keys()
     assert not (tmp_path / "runs").exists(), "looking leaves nothing behind"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_doctor_begins_with_a_verdict_and_ends_with_optional_packages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(doctor, "pip_install", lambda extra: f"pip install 'oncurve[{extra}]'")
+    monkeypatch.setattr(doctor, "OPTIONAL", {f"absent_{name}": needed for name, needed in doctor.OPTIONAL.items()})
+    assert main(["doctor", "--runs", str(tmp_path / "runs")]) == 0
+    verdict, works, *notes, absent = capsys.readouterr().out.split("\n\n")
+    assert verdict.startswith("ready to train on this ")
+    assert works.startswith("works\n")
+    assert "training on cpu" in works
+    assert not any("install" in note for note in notes)
+    lines = [line.rstrip() for line in absent.rstrip().splitlines()]
+    assert "  LoRA                           pip install 'oncurve[lora]'" in lines
+    assert len(lines) == 1 + len(doctor.OPTIONAL), "a title, and one line for each"
+
+
+@pytest.mark.slow
+def test_doctor_compares_several_ranks_with_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("oncurve.operations.doctor.SHARDS", ("optimiser",))
+    assert main(["doctor", "--gpus", "2", "--runs", str(tmp_path / "runs"), "--json"]) == 0
+    (check,) = (c for c in json.loads(capsys.readouterr().out)["checks"] if c["name"].startswith("ranks"))
+    assert check["mark"] == "ok"
+    assert "2 processes on the CPU" in check["message"]
+
+    # Ranks that train something else are found: here each with another batch than the single rank.
+    train = doctor._train
+    monkeypatch.setattr(
+        doctor,
+        "_train",
+        lambda out, settings: train(out, [*settings, "seed=1"] if "scale.ranks=2" in settings else settings),
+    )
+    (check,) = list(doctor._check_ranks(2))
+    assert check.mark == "wrong"
+    assert "differ" in check.message
+
+
+def test_doctor_says_why_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "RANKS_RECIPE", doctor.RANKS_RECIPE.replace("steps = 2", "steps = -2"))
+    (check,) = list(doctor._check_ranks(2))
+    assert (check.name, check.mark) == ("one rank", "wrong")
+    assert "exit code 2" in check.message
+    assert "grpo.steps" in check.message
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    (check,) = list(doctor._check_ranks(2))
+    assert check.mark == "wrong"
+    assert "this machine has 1 GPU, and 2 ranks need one each" in check.message

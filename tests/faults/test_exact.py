@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from oncurve.operations.replay import replay
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.listeners import Listener
-from oncurve.training.start import begin, resume
+from oncurve.training.start import begin, fork, resume
 from tests.faults.cases import CASES, GRPO, SFT, recipe
 from tests.faults.sameness import everything
 
@@ -80,3 +81,17 @@ def test_a_step_done_again_gets_the_replies_it_had(options: dict[str, object], t
     assert output[0] == output[1]
     assert any("was late" in failure for failure in output[0] if failure)
     assert after.metrics["loss"] == before.metrics["loss"]
+
+
+def test_a_curriculum_is_replayed_and_forked_with_the_same_prompts(tmp_path: Path) -> None:
+    """Pass rates are part of a checkpoint: a step replayed from one, and a fork of one, sample what the run sampled."""
+    stage = {**GRPO, "steps": 5, "save_every": 2, "eval_every": 0, "curriculum": {"unseen": 0.4, "first_samples": 2}}
+    run = begin(recipe(stage, task={"type": "arithmetic", "digits": 2, "heldout": 6}), out=tmp_path / "run")
+    assert replay(run, "grpo", 4, 1).differences == []
+    forked = fork(run, 2, [], out=tmp_path / "fork")
+    prompts = []
+    for path in (run.path, forked.path):
+        with RunReader.open(path) as store:
+            report = store.step("grpo", 5)
+        prompts.append([(g.group.prompt.id, [c.token_ids.tolist() for c in g.group.completions]) for g in report.groups])
+    assert prompts[0] == prompts[1]

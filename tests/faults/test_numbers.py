@@ -22,12 +22,12 @@ from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.bad_batches import bad_batches
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.training.collapse_watch import PATIENCE, CollapseWatch, learning_rate_warning
 from oncurve.training.learner.optimiser import Optimiser, UpdateGuard
 from oncurve.training.listeners import Listener
 from oncurve.training.stages import trpo
 from oncurve.training.stages.trpo import TrpoLearner
-from oncurve.training.start import begin, resume
-from oncurve.training.trainer import PATIENCE, CollapseWatch
+from oncurve.training.start import begin, fork, resume
 from tests.faults.cases import GRPO, TAKING, recipe
 from tests.faults.sameness import everything
 from tests.faults.test_exact import Die, DieAfter
@@ -221,6 +221,27 @@ def test_a_run_killed_after_a_roll_back_resumes_as_if_it_had_not_been(tmp_path: 
     assert everything(run) == everything(full)
 
 
+def test_a_fork_from_before_a_roll_back_draws_the_same_samples_if_it_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parent's roll-back to a later step is none of its own."""
+    stage = {
+        **BARE,
+        "save_every": 2,
+        "keep_checkpoints": 9,
+        "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}},
+    }
+    NanAt(monkeypatch, range(6, 8))
+    parent = begin(recipe(stage), out=tmp_path / "parent")
+    monkeypatch.undo()
+    with RunReader.open(parent.path) as store:
+        assert [event.step for event in store.events("rollback")] == [6]
+    full = fork(parent, 2, [], out=tmp_path / "whole")
+    with pytest.raises(Die):
+        fork(parent, 2, [], out=tmp_path / "cut", listeners=[DieAfter(9)])
+    assert everything(resume(RunFolder(tmp_path / "cut"))) == everything(full)
+
+
 class DieSecond(DieAfter):
     """Dies when a step is done for the second time."""
 
@@ -256,7 +277,7 @@ def report(**metrics: float) -> StepReport:
     [
         ({"sampled_entropy": 0.001}, ["entropy is 0.001", "kl.beta", "oncurve fork"]),
         ({"no_signal_share": 1.0}, ["0% of completions are correct", "easier prompts", "group_size"]),
-        ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are correct", "harder ones"]),
+        ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are correct", "harder ones", "rewards audit"]),
         ({"cut_share": 0.95}, ["95% of completions are truncated", "max_new_tokens"]),
     ],
 )
@@ -278,6 +299,16 @@ def test_equal_rewards_without_a_verifiable_reward_are_reported_without_mentioni
     (line,) = [line for _ in range(PATIENCE) for line in watch.check(free)]
     assert "its rewards are all equal" in line
     assert "correct" not in line
+
+
+def test_a_learning_rate_that_changes_nothing_is_warned_about(tmp_path: Path) -> None:
+    still = {**BARE, "steps": 1, "optimiser": {"learning_rate": 1e-9}}
+    run = begin(recipe(still), out=tmp_path / "still", rewards=mix(lambda completion: float(len(completion))))
+    with RunReader.open(run.path) as store:
+        (warning,) = store.events("warning")
+    assert "optimiser.learning_rate = 1e-09 hardly changes the weights" in warning.message
+    usual = recipe({**BARE, "optimiser": {"learning_rate": 1e-7}}).stages
+    assert [learning_rate_warning(stage) for stage in usual] == [None] * len(usual)
 
 
 def test_a_collapsed_run_has_the_warning_in_its_log(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 def slow(completion):
     Path({mark!r}).touch()
-    time.sleep(0.02 if not Path({mark!r} + "-hang").exists() else 60)
+    time.sleep(0.02 if not Path({mark!r} + "-hang").exists() else 3600)
     return float(len(completion))
 """
 
@@ -42,12 +42,11 @@ def start(tmp_path: Path, hang: bool) -> tuple[subprocess.Popen[str], Path]:
     )
     words = [sys.executable, "-m", "oncurve", "train", str(tmp_path / "r.toml"), "--out", str(tmp_path / "run")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    for _ in range(1200):
-        if mark.exists():
-            return process, tmp_path / "run"
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not mark.exists():
+        assert process.poll() is None, process.communicate()
         time.sleep(0.1)
-    raise AssertionError("it did not begin")
+    return process, tmp_path / "run"
 
 
 @pytest.mark.slow
@@ -55,7 +54,7 @@ def start(tmp_path: Path, hang: bool) -> tuple[subprocess.Popen[str], Path]:
 def test_one_signal_finishes_the_step_and_saves(number: signal.Signals, code: int, tmp_path: Path) -> None:
     process, path = start(tmp_path, hang=False)
     process.send_signal(number)
-    _, error = process.communicate(timeout=120)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == code, error
     assert "Traceback" not in error
     run = RunFolder(path)
@@ -71,13 +70,11 @@ def test_a_second_signal_ends_it_at_once(number: signal.Signals, code: int, tmp_
     """During a reward that hangs, so that the step could never finish."""
     process, _ = start(tmp_path, hang=True)
     process.send_signal(number)
-    time.sleep(1.0)
-    assert process.poll() is None, "the first one waits for the step"
-    begun = time.monotonic()
+    assert process.stdout is not None
+    assert any("interrupt again to stop at once" in line for line in process.stdout), "the first one waits for the step"
     process.send_signal(number)
-    _, error = process.communicate(timeout=30)
+    _, error = process.communicate(timeout=600)
     assert process.returncode == code, error
-    assert time.monotonic() - begun < 30
     assert "Traceback" not in error
 
 

@@ -14,7 +14,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.kernels import pack_attention
 from oncurve.models import lora
+from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.llama.cuda_backbone import CudaBackbone
 from oncurve.models.loading.load import compile_blocks
 from oncurve.models.pack_attention import PackAttention
@@ -111,8 +113,12 @@ def test_compiled_blocks_leave_the_gradient(name: str, precise: None) -> None:
     assert GrpoLoop(config, 0, task, NativeEngine(ours.policy, Engine()), rewards).step(1).metrics["mismatch_kl"] < 1e-3
 
 
-def test_attention_in_bfloat16() -> None:
+@pytest.mark.parametrize("keys", [100, 1000, 10_000], ids=["short", "long", "very long, by TMA"])
+def test_attention_in_bfloat16(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own tiles for 16 bits against full scores in float64, with heads of 128."""
+    tiling = pack_attention.tiling(128, torch.bfloat16, keys, has_tma=True)
+    assert tiling.uses_tma == (keys == 10_000)
+    monkeypatch.setattr(pack_attention, "tiling", lambda *args, **options: tiling)
     pack = build_pack(pack_of([*RAGGED, (150, [140, 130])]), torch.device("cpu"))
     plain, layout = pack.attention, build_pack(pack_of([*RAGGED, (150, [140, 130])]), GPU).attention
     assert isinstance(plain, PackAttention)
@@ -122,10 +128,10 @@ def test_attention_in_bfloat16() -> None:
         q, k, v = (torch.randn(1, n, pack.tokens, 128, generator=dice).bfloat16() for n in (4, 2, 2))
         weigh = torch.randn(1, pack.tokens, 4, 128, generator=dice).bfloat16()
         exact = [x.double().requires_grad_() for x in (q, k, v)]
-        expected = plain.attend_by_scores(exact[0], exact[1], exact[2], 0.1, window, None)
+        expected = plain.attend_by_scores(exact[0], exact[1], exact[2], ScoreRule(0.1, window))
         gradients = torch.autograd.grad((expected * weigh).sum(), exact)
-        ours = [x.to(GPU).requires_grad_() for x in (q, k, v)]
-        out = layout.attend(0, ours[0], ours[1], ours[2], 0.1, window, None)
+        ours = [x.to(GPU).transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+        out = layout.attend(0, ours[0], ours[1], ours[2], ScoreRule(0.1, window))
         found = torch.autograd.grad((out * weigh.to(GPU)).sum(), ours)
         for one, other in zip((out, *found), (expected, *gradients), strict=True):
             assert apart(one.detach().double().cpu(), other.detach()) < 8e-3

@@ -14,11 +14,11 @@ from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.runs.step_notes import collect_notes
+from oncurve.training.determinism import enable_determinism
 from oncurve.training.learner.learner import Learner
 from oncurve.training.stages.grpo import grpo_learner_settings
 from oncurve.training.stages.ppo import PpoLearner, grade_with_critic
 from oncurve.training.start import begin
-from oncurve.training.trainer import enable_determinism
 from tests.faults.cases import GRPO, recipe
 from tests.faults.sameness import everything
 from tests.training.builders import apart, graded_group, gradient, stage

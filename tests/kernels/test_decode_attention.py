@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -63,12 +64,18 @@ def make(
     lengths = torch.tensor([prompts[n] for n in prompt_of]), torch.tensor(suffixes)
     tensors = (members, prompt_page, suffix_page, listed, *lengths)
     q = torch.randn(S, H, d, generator=generator)
-    on = [x.to(DEVICE, torch.int32) for x in tensors]
+    on: Any = [x.to(DEVICE, torch.int32) for x in tensors]
     return Case(q.to(DEVICE, dtype), pool.to(DEVICE, dtype), PageTables(*on), prompt_of, prompts, suffixes)
 
 
 def run(
-    case: Case, scale: float, window: int | None = None, softcap: float | None = None, more: int = 0, listed: bool = False
+    case: Case,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    more: int = 0,
+    listed: bool = False,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     S, H, d = case.q.shape
     prompt_pages, suffix_pages = (
@@ -78,7 +85,7 @@ def run(
     there = int((case.tables.suffix_list >= 0).sum()) + more
     launch = LaunchShape(S, prompt_pages, suffix_pages, there if listed else None)
     empty = [torch.full(shape, torch.nan, device=DEVICE) for shape in ((launch.parts, S, H, d), *2 * [(launch.parts, S, H)])]
-    return attend(case.q, case.pool, 1, case.tables, launch, PartialSoftmax(*empty), scale, window, softcap, SMALL)
+    return attend(case.q, case.pool, 1, case.tables, launch, PartialSoftmax(*empty), scale, window, softcap, SMALL, sinks_H)
 
 
 def expected(case: Case, slot: int, scale: float, window: int | None, softcap: float | None) -> Tensor:
@@ -126,6 +133,23 @@ def test_windows_are_measured_in_positions(window: int) -> None:
 def test_soft_caps() -> None:
     case = make(4, 2, 16, [40], [0, 0], [5, 33])
     assert_close(case, run(case, 2.0, softcap=1.5), 2.0, None, 1.5, 1e-5)
+
+
+def test_sinks_take_part_in_the_softmax() -> None:
+    """A sink's share is lost: the rest is the plain output, scaled by what is left. An idle slot stays 0."""
+    case = make(4, 2, 16, [40], [0, 0, 0], [5, 33, -1])
+    sinks_H = torch.tensor([-3.0, 0.0, 2.0, 9.0], device=DEVICE)
+    found = run(case, 0.3, sinks_H=sinks_H)
+    assert bool((found[2] == 0).all())
+    length, heads = 40 + 6, case.pool[[int(i) for i in case.tables.prompt_page[0, :2]], 1].double()
+    keys = torch.cat(
+        (torch.cat(list(heads[:, 0]), 1)[:, :40], case.pool[int(case.tables.suffix_page[0, 0]), 1, 0, :, :6].double()), 1
+    )
+    scores = torch.einsum("hd,hnd->hn", case.q[0].double(), keys.repeat_interleave(2, 0)) * 0.3
+    assert scores.shape[1] == length
+    left = torch.sigmoid(scores.logsumexp(1) - sinks_H.double())
+    want = expected(case, 0, 0.3, None, None) * left[:, None]
+    assert float((found[0].double() - want).norm() / want.norm()) < 1e-5
 
 
 def test_sixteen_bits_round_once() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from oncurve.kernels import learner_layers, lm_head, pack_attention
+from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.heads import lm_head_cuda
 from oncurve.models.heads.lm_head import Head, token_logps
@@ -137,33 +138,72 @@ RAGGED = [(40, [30, 1, 7]), (3, [12]), (17, [1, 26])]
 
 
 @pytest.mark.parametrize(
-    ("shape", "heads", "size", "window", "softcap"),
+    ("shape", "heads", "size", "window", "softcap", "uses_tma"),
     [
-        (RAGGED, (4, 2), 16, None, None),
-        (RAGGED, (2, 2), 24, 9, None),
-        (RAGGED, (3, 1), 16, 24, 3.0),
-        ([(33, [1, 1]), (4, [1])], (2, 1), 16, None, None),
-        ([(5, [70])], (2, 1), 16, None, None),
+        (RAGGED, (4, 2), 16, None, None, False),
+        (RAGGED, (4, 2), 16, None, None, True),
+        (RAGGED, (2, 2), 24, 9, None, False),
+        (RAGGED, (3, 1), 16, 24, 3.0, False),
+        (RAGGED, (3, 1), 16, 24, 3.0, True),
+        ([(33, [1, 1]), (4, [1])], (2, 1), 16, None, None, False),
+        ([(5, [70])], (2, 1), 16, None, None, True),
     ],
 )
 def test_attention_in_a_pack(
-    shape: list[tuple[int, list[int]]], heads: tuple[int, int], size: int, window: int | None, softcap: float | None
+    shape: list[tuple[int, list[int]]],
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+    softcap: float | None,
+    uses_tma: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Against the padded computation with full scores: shared prompts, windows in positions, soft caps, odd head sizes."""
+    """Against the padded computation with full scores: shared prompts, windows in positions, soft caps, odd head sizes.
+
+    With TMA, rows past a segment's end are real rows of the next segment.
+    """
+    tiles = pack_attention.PackTiles(32, 16, 4, 1)
+    backward = pack_attention.PackTiles(16, 32, 4, 1)
+    tiling = pack_attention.Tiling(tiles, tiles, backward, uses_tma=uses_tma)
+    monkeypatch.setattr(pack_attention, "tiling", lambda *args, **options: tiling)
     pack = build_pack(pack_of(shape), torch.device("cpu"))
     plain = pack.attention
     assert isinstance(plain, PackAttention)
     H, K = heads
     q, k, v = (random(1, n, pack.tokens, size, seed=i).requires_grad_() for i, n in enumerate((H, K, K)))
     weigh = random(1, pack.tokens, H, size, seed=5)
-    expected = plain.attend_by_scores(q, k, v, 0.3, window, softcap)
+    expected = plain.attend_by_scores(q, k, v, ScoreRule(0.3, window, softcap))
     gradients = torch.autograd.grad((expected * weigh).sum(), (q, k, v))
     layout = on_gpu(pack_of(shape))
-    ours = tuple(low(x.detach()).requires_grad_() for x in (q, k, v))
-    out = layout.attend(0, ours[0], ours[1], ours[2], 0.3, window, softcap)
+    # As models have them: the heads of a token side by side.
+    ours = tuple(low(x.detach().transpose(1, 2).contiguous()).transpose(1, 2).requires_grad_() for x in (q, k, v))
+    out = layout.attend(0, ours[0], ours[1], ours[2], ScoreRule(0.3, window, softcap))
     found = torch.autograd.grad((out * low(weigh)).sum(), ours)
     for one, other in zip((out, *found), (expected, *gradients), strict=True):
         assert apart(one, other) < WITHIN
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_sinks_are_keys_whose_value_is_0(window: int | None) -> None:
+    """On a GPU and by the CPU's flash kernel, against the plain formula with one more column of scores."""
+    pack, sinks_H = build_pack(pack_of(RAGGED), torch.device("cpu")), random(4, seed=7).requires_grad_()
+    q, k, v = (random(1, n, pack.tokens, 16, seed=i).requires_grad_() for i, n in enumerate((4, 2, 2)))
+    weigh, plain = random(1, pack.tokens, 4, 16, seed=5), pack.attention
+    assert isinstance(plain, PackAttention)
+    expected = plain.attend_by_scores(q, k, v, ScoreRule(0.3, window, None, sinks_H))
+    assert apart(plain.attend_by_scores(q, k, v, ScoreRule(0.3, window)), expected) > 0.1
+    padded = [torch.cat((x, torch.zeros_like(x[:, :, :1])), 2) for x in (k, v)]
+    scores = torch.cat(((q[0, 3, 45] @ padded[0][0, 1].t())[: pack.tokens] * 0.3, sinks_H[3:]))
+    visible = [i for i in (*range(40), *range(40, 46)) if window is None or 45 - i < window]
+    assert apart(expected[0, 45, 3], scores[[*visible, -1]].softmax(0)[:-1] @ v[0, 1, visible]) < WITHIN
+    gradients = torch.autograd.grad((expected * weigh).sum(), (q, k, v, sinks_H))
+    for layout in (on_gpu(pack_of(RAGGED)), plain):
+        inputs = [x.detach().clone() if layout is plain else low(x.detach()) for x in (q, k, v, sinks_H)]
+        ours = [x.requires_grad_() for x in inputs]
+        out = layout.attend(0, ours[0], ours[1], ours[2], ScoreRule(0.3, window, None, ours[3]))
+        found = torch.autograd.grad((out * weigh.to(out)).sum(), ours)
+        for one, other in zip((out, *found), (expected, *gradients), strict=True):
+            assert apart(one, other) < WITHIN
 
 
 def on_gpu(bundles: list[PrefixGroup]) -> CudaPackAttention:
@@ -195,5 +235,7 @@ def test_tiles_of_the_backward_pass_fit_each_other() -> None:
     """A key block starts its queries at its own first key, so the diagonal must consist of full query blocks."""
     for size in (16, 64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16):
-            tiles = pack_attention.tiling(size, dtype, 100).keys_backward
-            assert tiles.keys % tiles.queries == 0
+            for keys in (100, 1000, 10_000):
+                for has_tma in (False, True):
+                    tiles = pack_attention.tiling(size, dtype, keys, has_tma=has_tma).keys_backward
+                    assert tiles.keys % tiles.queries == 0

@@ -27,6 +27,8 @@ from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Group, Ints, Prompt
+from oncurve.training.learner.activation_checkpointing import layers_to_checkpoint, transient_bytes
+from oncurve.training.timing import model_flops
 from tests.models.tiny_families import NOT_BUILT, VOCABULARY, WINDOW, families, tiny_model
 
 PROMPTS = ("a", "bcdefghijklmnopq", "cdefghijklmnopqrstuvwxyz0123456789+-= abcd")
@@ -36,7 +38,7 @@ SATURATED = 1e-6
 """Squared norm below which a gradient is rounding noise: the model is certain of every token."""
 
 
-class _Tokenizer:
+class CharacterTokenizer:
     """One token per character, in the vocabulary of the tiny models."""
 
     eos_token_id, eos_token, chat_template, backend_tokenizer = 1, "</s>", None, None
@@ -74,7 +76,7 @@ def difference(logps: Tensor, plain: Tensor) -> float:
 def judge(model: PreTrainedModel) -> Verdict:
     own = copy.deepcopy(model)
     try:
-        policy = Policy(model, _Tokenizer())
+        policy = Policy(model, CharacterTokenizer())
     except ModelError as error:
         return Verdict("refused", error.because.rpartition("on the general path ")[2])
     prompts = [Prompt(id=text[:1], text=text) for text in PROMPTS]
@@ -116,7 +118,11 @@ def _learner(
         PrefixGroup(g.prompt_ids, tuple(c.token_ids for c in g.completions), tuple(next(keys) for _ in g.completions))
         for g in groups
     ]
-    logps, _ = policy.pack_logps(build_pack(packed, policy.device))
+    pack = build_pack(packed, policy.device)
+    assert model_flops(policy, [pack], forward=1, backward=1) > 0, "a metric of every update"
+    assert layers_to_checkpoint(policy, pack.tokens, free=0) > 0, "how much is saved for the backward pass"
+    assert transient_bytes(policy, pack.tokens) > 0
+    logps, _ = policy.pack_logps(pack)
     (logps * torch.cat([weight[id(c)] for c in completions])).sum().backward()  # type: ignore[no-untyped-call]
     theirs = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
     ours = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from oncurve.recipe.schema.model import Lora, Model, TinyModel
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
 from tests.models.architectures import shake
+from tests.models.tiny_families import tiny_model
 
 SMALL = TinyModel(layers=2, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=128)
 KINDS = [{}, {"rslora": True}, {"dora": True}, {"targets": ("q_proj", "v_proj"), "rank": 2}]
@@ -73,6 +75,28 @@ def test_the_scale_is_alpha_over_rank_or_over_its_root() -> None:
         assert torch.allclose(merged, expected, atol=1e-6)
 
 
+@pytest.mark.parametrize("family", ["mixtral", "llama4_text", pytest.param("recurrent_gemma", marks=pytest.mark.slow)])
+def test_merging_keeps_what_a_family_computes(family: str) -> None:
+    """Experts have one adapter inside another, for their two matrices; the router of Llama 4 is a linear layer with another
+    result, and has none; RecurrentGemma keeps the state of its last pass."""
+    adapted = tiny_model(family)
+    lora.attach(adapted, Lora(rank=4), 0, "base")
+    if family == "mixtral":
+        assert any(name.endswith("experts.base_layer.lora_A") for name, _ in adapted.named_modules()), "one inside another"
+    shake(adapted, 1)
+    ids = torch.arange(3, 20)[None]
+    with_adapter = adapted(input_ids=ids, use_cache=False).logits
+    merged = lora.merge_copy(adapted)
+    assert torch.allclose(merged(input_ids=ids, use_cache=False).logits, with_adapter, atol=1e-4)
+    assert {name for name, _ in merged.named_parameters()} == {name for name, _ in tiny_model(family).named_parameters()}
+
+
+def test_a_target_that_can_not_have_an_adapter_is_not_offered() -> None:
+    with pytest.raises(ModelError, match="out_proj") as refusal:
+        lora.attach(tiny_model("mamba2"), Lora(rank=4), 0, "base")
+    assert refusal.value.fix == "choose from: in_proj"
+
+
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_the_reference_is_the_model_with_the_adapter_disabled(kind: dict[str, Any]) -> None:
     adapted = policy(**kind)
@@ -96,6 +120,18 @@ def test_a_reference_of_a_trained_adapter_is_that_adapter_and_can_be_refreshed()
     assert torch.equal(reference.logps(pack(), 1.0), logps(adapted))
     reference.load_state(state)
     assert torch.equal(reference.logps(pack(), 1.0), first)
+
+
+def test_a_share_of_a_new_adapter_mixed_into_the_disabled_one_is_that_share_of_its_change() -> None:
+    adapted = policy()
+    reference = Reference(adapted)
+    with_noise(adapted)
+    reference.refresh(adapted, 0.25)
+    for name, weight in lora.adapter_parameters(adapted.model).items():
+        expected = 0.25 * weight if "lora_B" in name else weight
+        torch.testing.assert_close(reference.state()[name], expected.detach())
+    reference.refresh(adapted, 1.0)
+    assert torch.equal(reference.logps(pack(), 1.0), logps(adapted))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -177,6 +213,37 @@ def test_an_adapter_for_another_base_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter" / lora.BASE).unlink()  # as in adapters written by peft itself
     with pytest.raises(ModelError, match=r"in the adapter, and .* in this model"):
         load_policy(Model(source=str(tmp_path / "wide"), adapter=str(tmp_path / "adapter")), alphabet=None, seed=0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"modules_to_save": ["input_layernorm"]}, {"bias": "all"}, {"alora_invocation_tokens": [5]}, {"lora_bias": True},
+        {"trainable_token_indices": [3]}, {"layer_replication": [[0, 2], [1, 2]]},
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_an_adapter_that_is_more_than_matrices_is_refused(options: dict[str, Any], tmp_path: Path) -> None:
+    """peft trains more than `model.lora` does. Left out silently, it would be missing in passes or in the exported model."""
+    plain().save(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], **options)
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ModelError, match=f"an adapter with {next(iter(options))}"):
+        load_policy(Model(source=str(tmp_path / "base"), adapter=str(tmp_path / "adapter")), alphabet=None, seed=0)
+
+
+def test_an_adapter_that_changed_its_base_can_be_trained_saved_and_loaded_again(tmp_path: Path) -> None:
+    """PiSSA takes the first singular values out of the weights when it is added, each time in the same way."""
+    plain().save(tmp_path / "base")
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], init_lora_weights="pissa")
+    peft.get_peft_model(base, config).save_pretrained(tmp_path / "adapter")
+    settings = Model(source=str(tmp_path / "base"), adapter=str(tmp_path / "adapter"), lora=Lora())
+    trained = with_noise(load_policy(settings, alphabet=None, seed=0))
+    lora.save(trained.model, tmp_path / "trained")
+    again = load_policy(settings.model_copy(update={"adapter": str(tmp_path / "trained")}), alphabet=None, seed=0)
+    assert torch.allclose(logps(again), logps(trained), atol=1e-6)
 
 
 def test_a_damaged_adapter_is_reported(tmp_path: Path) -> None:

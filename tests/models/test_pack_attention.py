@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
@@ -101,7 +102,7 @@ def test_the_generic_path_is_the_flash_path(dtype: torch.dtype, within: float, s
     q, k, v = (torch.randn(1, heads, pack.tokens, 8, generator=generator).to(dtype).requires_grad_() for heads in (4, 2, 2))
     results = []
     for cap in (None, 1e9):  # a cap so high that it changes nothing
-        out = pack.attention.attend(0, q, k, v, 0.3, None, cap)
+        out = pack.attention.attend(0, q, k, v, ScoreRule(0.3, None, cap))
         assert out.dtype == dtype
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
         results.append((out, *torch.autograd.grad((out * weights).sum(), (q, k, v))))

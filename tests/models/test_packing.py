@@ -101,3 +101,51 @@ def test_the_gradient_of_a_prompts_last_token_is_summed_in_the_order_of_completi
             assert torch.equal(hidden_ND.grad[1], expected)
     finally:
         torch.set_num_threads(threads)
+
+
+def test_a_completion_of_several_sequences_by_hand() -> None:
+    """Completion 0 has tokens 1 2 after the prompt and 3 4 5 after its own context 30 31; completion 1 follows the prompt."""
+    contexts = (((2, np.array([30, 31])),), ())
+    group = PrefixGroup(np.array([10, 11]), (np.array([1, 2, 3, 4, 5]), np.array([6, 7])), (0, 1), contexts)
+    pack = build_pack([group], CPU)
+    assert pack.input_ids.tolist() == [[10, 11, 1, 6, 30, 31, 3, 4]]
+    assert pack.position_ids.tolist() == [[0, 1, 2, 2, 0, 1, 2, 3]]
+    assert pack.predicted_from_M.tolist() == [1, 2, 5, 6, 7, 1, 3]
+    assert pack.target_M.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert pack.row_M.tolist() == [0, 0, 0, 0, 0, 1, 1]
+    assert pack.lengths == (5, 2)
+    assert pack.spans == ((0, 2, 2, 1, 2), (4, 2, 6, 2, 3), (0, 2, 3, 1, 2))
+    assert [[p.keys for p in part] for part in split_by_budget([group], 1)] == [[(0,)], [(1,)]]
+
+
+def test_a_prompt_that_no_sequence_follows_is_left_out() -> None:
+    group = PrefixGroup(np.array([10, 11]), (np.array([1, 2]),), (0,), (((0, np.array([30])),),))
+    assert build_pack([group], CPU).input_ids.tolist() == [[30, 1]]
+
+
+@settings(deadline=None)
+@given(shape=SHAPES, data=st.data())
+def test_sequences_of_one_completion_are_packed_as_if_each_were_its_own(
+    shape: list[tuple[int, list[int]]], data: st.DataObject
+) -> None:
+    """Inputs, positions and sources of each predicted token are those of a pack in which every sequence is a group."""
+    groups, alone = [], []
+    for group in groups_of(shape):
+        contexts = []
+        for ids in group.completion_ids:
+            firsts = sorted(data.draw(st.sets(st.integers(0, len(ids) - 1), max_size=3)))
+            contexts.append(tuple((first, np.arange(500, 500 + data.draw(st.integers(1, 4)))) for first in firsts))
+        groups.append(PrefixGroup(group.prompt_ids, group.completion_ids, group.keys, tuple(contexts)))
+        alone += [
+            PrefixGroup(context, (tokens,), (0,))
+            for i in range(len(group.keys))
+            for context, tokens in groups[-1].sequences(i)
+            if len(tokens)
+        ]
+    pack, expected = build_pack(groups, CPU), build_pack(alone, CPU)
+    for name in ("input_ids", "position_ids"):
+        one, other = getattr(pack, name)[0], getattr(expected, name)[0]
+        assert one[pack.predicted_from_M].tolist() == other[expected.predicted_from_M].tolist()
+    assert pack.target_M.tolist() == expected.target_M.tolist()
+    assert pack.lengths == tuple(len(ids) for group in groups for ids in group.completion_ids)
+    assert pack.tokens <= sum(group.tokens for group in groups)

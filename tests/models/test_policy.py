@@ -24,6 +24,7 @@ from transformers import (
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError
+from oncurve.models.fisher import policy_distributions, vocab_logps
 from oncurve.models.loading.load import TAGS, build_model, build_tokenizer, choose_device, load_policy
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
@@ -32,7 +33,8 @@ from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
 from tests.models.architectures import make_model as make_architecture
-from tests.models.architectures import tokenizer
+from tests.models.architectures import make_policy, tokenizer
+from tests.models.tiny_families import tiny_model
 
 SMALL = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=32, context=64)
 TEMPLATE = (
@@ -75,7 +77,8 @@ def test_text_is_encoded_unchanged_and_completions_get_the_end_token() -> None:
 
 
 def test_messages_go_through_the_template_with_the_system_prompt_and_options() -> None:
-    policy = small(system_prompt="be", template_options={"extra": "5"})
+    policy = small(system_prompt="be")
+    policy.template_options = {"extra": "5"}
     prompt = Prompt(id="p", messages=({"role": "user", "content": "12"},))
     with pytest.raises(ModelError, match=r"(?s)without a chat template.*by its columns"):
         policy.encode(prompt)
@@ -118,15 +121,17 @@ def test_a_missing_gpu_is_refused() -> None:
     assert choose_device("cpu") == torch.device("cpu")
 
 
-def test_attention_sinks_take_the_general_path() -> None:
+def with_sinks() -> Policy:
     tokens = tokenizer()
     config = GptOssConfig(
         vocab_size=len(tokens), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=16, num_local_experts=2, num_experts_per_tok=1, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
-    reason = Policy(GptOssForCausalLM(config), tokens).general_reason
-    assert reason is not None
-    assert "attention sinks" in reason
+    return Policy(GptOssForCausalLM(config), tokens)
+
+
+def test_attention_sinks_run_through_our_attention() -> None:
+    assert with_sinks().general_reason is None
 
 
 def test_learned_positions_restart_after_the_prompt_too() -> None:
@@ -146,6 +151,23 @@ def test_learned_positions_restart_after_the_prompt_too() -> None:
             for completion in (ids[6:10], ids[10:])
         ]
     torch.testing.assert_close(ours, torch.cat(theirs), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gpt_oss", "gptj"])
+def test_sequences_of_one_completion_are_forwarded_by_themselves(name: str) -> None:
+    """In C, by the model's modules with our attention, and by transformers' own forward."""
+    makers: dict[str, Callable[[], Policy]] = {"gpt_oss": with_sinks, "gptj": lambda: Policy(tiny_model("gptj"), tokenizer())}
+    policy = makers[name]() if name in makers else make_policy(name)
+    assert (policy.general_reason is not None) == (name == "gptj")
+    ids, context = np.arange(3, 20), np.arange(9, 13)
+    forked = build_pack([PrefixGroup(ids[:6], (ids[6:10], ids[10:]), (0, 1), ((), ((3, context),)))], policy.device)
+    groups = [PrefixGroup(ids[:6], (ids[6:10], ids[10:13]), (0, 1)), PrefixGroup(context, (ids[13:],), (2,))]
+    with torch.no_grad():
+        ours, theirs = (policy.pack_logps(pack)[0] for pack in (forked, build_pack(groups, policy.device)))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        if policy.general_reason is None:
+            own, twice = policy_distributions(policy, forked, 1.0), vocab_logps(policy, forked, 1.0)
+            torch.testing.assert_close(twice, own, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture
@@ -205,10 +227,51 @@ def test_a_head_that_does_more_than_scale_and_cap_is_called_itself(
 
 
 @pytest.mark.usefixtures("empty_memory")
+@pytest.mark.parametrize("size", [1.0, 0.05])
+def test_a_soft_cap_by_another_name_is_found_in_16_bits_too(size: float) -> None:
+    """RecurrentGemma calls it logits_soft_cap. It changes logits of 6 by 1 %, less than bfloat16's tolerance."""
+    model = tiny_model("recurrent_gemma").to(torch.bfloat16)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(size)
+    assert Policy(model, tokenizer()).check.own_head
+    assert not Policy(tiny_model("gemma2").to(torch.bfloat16), tokenizer()).check.own_head, "its cap is in the config"
+
+
 def test_a_head_that_reads_the_token_ids_is_refused() -> None:
     model = with_logits(lambda z, ids: z + torch.nn.functional.one_hot(ids, z.shape[-1]), "llama")
     with pytest.raises(ModelError, match="do not follow from its last hidden state"):
         Policy(model, tokenizer())
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_a_mean_of_16_bit_weights_is_kept_in_float32(on_cpu: bool, is_mixed: bool) -> None:
+    """A hundred steps of 1 % toward a policy that is one rounding unit away: 16-bit weights would never move. Some families
+    keep some weights in float32 (``is_mixed``)."""
+    policy = small()
+    policy.model.to(torch.bfloat16)
+    if is_mixed:
+        policy.backbone.norm.float()
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.fill_(1.0)
+    reference = Reference(policy, on_cpu)
+    with torch.no_grad():
+        for p in policy.model.parameters():
+            p.fill_(1 + 2**-7)
+    for _ in range(100):
+        reference.refresh(policy, 0.01)
+    expected = 1 + 2**-7 * (1 - 0.99**100)
+    state = {name: tensor.clone() for name, tensor in reference.state().items()}
+    means = {name: mean for name, mean in state.items() if name.endswith("/mean")}
+    assert means
+    assert all(torch.allclose(mean, torch.tensor(expected), atol=1e-6) for mean in means.values())
+    resumed = Reference(policy, on_cpu)
+    resumed.load_state(state)
+    for one in (reference, resumed):
+        one.refresh(policy, 0.01)
+    assert all(torch.equal(value, resumed.state()[name]) for name, value in reference.state().items())
+    assert float(state[next(iter(means)).removesuffix("/mean")].flatten()[0]) == 1 + 2**-7, "rounded for the pass"
 
 
 def test_the_reference_changes_only_when_refreshed() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.errors import ModelError
 from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, load_policy
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
@@ -128,3 +129,13 @@ def test_an_export_is_a_plain_model_with_the_adapter_merged(kind: str, base: Pat
     with torch.no_grad():
         assert torch.allclose(again.pack_logps(pack())[0], policy.pack_logps(pack())[0], atol=5 * NEAR[kind])
     assert not lora.is_attached(again.model)
+
+
+def test_a_saved_dora_adapter_is_refused(base: Path, tmp_path: Path) -> None:
+    """Merging into 4 bits adds B·A alone, so an export would lack DoRA's magnitudes."""
+    dora = load_policy(Model(source=str(base), lora=Lora(rank=2, dora=True), device="cpu"), alphabet=None, seed=0)
+    lora.save(dora.model, tmp_path)
+    (tmp_path / lora.BASE).unlink()  # as in adapters written by peft itself
+    config = {"source": str(base), "adapter": str(tmp_path), "lora": {}, "quantise": "nf4", "device": "cpu"}
+    with pytest.raises(ModelError, match="an adapter with use_dora"):
+        load_policy(Model.model_validate(config), alphabet=None, seed=0)

@@ -26,6 +26,7 @@ from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.training.stages.grpo import GrpoLoop
 from tests.engines.native.plain import next_logits
+from tests.engines.native.test_parked_slots import SlowEcho, mixed
 from tests.engines.native.test_turns import Echo
 from tests.models.architectures import tokenizer
 from tests.models.test_attention_interface import build, with_larger_weights
@@ -113,10 +114,12 @@ def test_gradients_flow_through_the_state_of_a_shared_prompt(family: str) -> Non
             assert (ours.grad - theirs.grad).norm() < 1e-4 * theirs.grad.norm() + 1e-6 * total, name
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
-def test_an_environment_replies_within_the_state(family: str) -> None:
-    policy = open_hybrid(family)
-    prompt = Prompt(id="p", text="hello", environment=Echo(calls=("a", "b", "c", "d")))
+def test_an_environment_replies_within_the_state(family: str, is_slow: bool) -> None:
+    """A slow one parks its slot: the others advance, and its state stays as it is."""
+    policy, calls = open_hybrid(family), ("a", "b", "c", "d")
+    prompt = Prompt(id="p", text="hello", environment=SlowEcho(mixed, calls=calls) if is_slow else Echo(calls=calls))
     (group,) = NativeEngine(policy, Engine(slots=4)).sample([prompt], 4, Sampling(max_new_tokens=30), SampleKey(0, 1))
     assert any(not c.loss_mask.all() for c in group.completions)
     plain = hybrid(family)

@@ -64,7 +64,7 @@ def test_a_remembered_check_runs_nothing(memory: Path, monkeypatch: pytest.Monke
     for policy, check in zip(again, first, strict=True):
         assert replace(policy.check, seconds=0.0, is_remembered=False) == replace(check, seconds=0.0)
         assert policy.check.is_remembered
-        assert "remembered" in policy.check.log_line
+        assert "cached result" in policy.check.log_line(is_fused=False)
 
 
 def _other_weight(model: PreTrainedModel) -> None:
@@ -124,7 +124,7 @@ def test_an_inconclusive_check_says_so_again(memory: Path) -> None:
     for _ in range(2):
         check = Policy(uniform(), tokenizer()).check
         assert not check.conclusive
-        assert "inconclusive" in check.log_line
+        assert "inconclusive" in check.log_line(is_fused=True)
     assert not Policy(uniform(), tokenizer()).copy().check.conclusive
 
 

@@ -7,6 +7,8 @@ few families that need more than that are in SPECIAL.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -161,7 +163,8 @@ def families() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def tiny_config(family: str) -> PreTrainedConfig:
+def tiny_config(family: str, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedConfig:
+    """``changes`` are further settings of the config: a variant of the family. None: the family's default."""
     config = CONFIG_MAPPING[family]()
     with contextlib.suppress(ValueError):  # several text configs: the model's own one
         config = config.get_text_config()
@@ -173,7 +176,8 @@ def tiny_config(family: str) -> PreTrainedConfig:
     repeated = {name: (names * layers)[:layers] for name, names in kinds.items() if names}
     if repeated:  # a layer of every type
         kept = {"num_hidden_layers": layers} | repeated | {n: v for n, v in kept.items() if n != "num_hidden_layers"}
-    return type(config)(**kept)
+    kept = {name: value for name, value in kept.items() if name not in changes}
+    return type(config)(**kept, **{name: value for name, value in changes.items() if value is not None})
 
 
 def _has(config: PreTrainedConfig, name: str) -> bool:
@@ -183,9 +187,9 @@ def _has(config: PreTrainedConfig, name: str) -> bool:
         return True
 
 
-def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+def tiny_model(family: str, seed: int = 0, changes: Mapping[str, Any] = MappingProxyType({})) -> PreTrainedModel:
     """In float32, with weights large enough that its next-token distributions differ clearly from uniform."""
-    config = tiny_config(family)
+    config = tiny_config(family, changes)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None) or getattr(
         transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
     )

@@ -17,6 +17,7 @@ from oncurve.models.loading.load import load_policy
 from oncurve.operations.probe import AtTemperature, choose_group_size, choose_length, choose_temperature, probe, signal_at
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.runs.step_notes import watch_progress
 from oncurve.terminal.evaluation import render_probe
 
 
@@ -127,3 +128,13 @@ def test_a_probe_needs_a_grpo_stage(tmp_path: Path) -> None:
     recipe = small(tmp_path, {"type": "sft", "steps": 1})
     with pytest.raises(RecipeError, match="no grpo stage"):
         probe(recipe.model_copy(update={"stages": recipe.stages[:1]}), 2, samples=4)
+
+
+def test_progress_is_reported_up_to_the_timed_step(tmp_path: Path) -> None:
+    shares: list[float] = []
+    with watch_progress(shares.append):
+        probe(small(tmp_path), 4, samples=2)
+    assert shares[0] == 0.0
+    assert shares == sorted(shares)
+    assert len(shares) == 1 + 4 + 3 * 4  # a start, a batch, and three temperatures
+    assert 0.8 < shares[-1] < 1.0  # the timed step has 2 prompts

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from trl.trainer.dpo_trainer import DPOTrainer
 
-from oncurve.algos.preference_losses import PREFERENCE_LOSSES, Pairs
+from oncurve.algos.preference_losses import PAIR_LOSSES, Pairs
 from oncurve.recipe.schema.stages import Dpo
 from oncurve.training.stages.dpo import DpoLoop
 from tests.parity.trl_oracle import _alone, _bare
@@ -60,7 +60,7 @@ def test_loss_and_slope_of_random_pairs(loss: Any, seed: int) -> None:
     inputs |= {"ref_chosen_logps": reference[:4], "ref_rejected_logps": reference[4:]}
     theirs = trl_loss(lambda **_: outputs(logps * mask[:, 1:]), inputs, loss, beta)
     sums, lengths = (logps * mask[:, 1:]).sum(1), mask.sum(1).double()
-    ours = PREFERENCE_LOSSES[loss](Pairs(sums[:4], sums[4:], lengths[:4], lengths[4:], reference[:4], reference[4:]), beta, 0.0)
+    ours = PAIR_LOSSES[loss](Pairs(sums[:4], sums[4:], lengths[:4], lengths[4:], reference[:4], reference[4:]), beta, 0.0)
     assert float(ours.detach().mean()) == pytest.approx(float(theirs.detach()), rel=1e-10)
     (expected,), (gradient,) = (torch.autograd.grad(x, logps) for x in (theirs, ours.mean()))
     assert torch.allclose(gradient, expected, atol=1e-12)
@@ -100,5 +100,5 @@ def test_simpo_is_trls() -> None:
     fields = {"alpha": 0.0, "loss_type": "simpo", "simpo_gamma": 0.7, "beta": 2.5, "label_smoothing": 0.0}
     trainer = _bare(CPOTrainer, {}, fields)
     theirs, _, _ = trainer.cpo_loss(chosen / lengths[0], rejected / lengths[1])
-    ours = PREFERENCE_LOSSES["simpo"](Pairs(chosen, rejected, *lengths), 2.5, 0.7)
+    ours = PAIR_LOSSES["simpo"](Pairs(chosen, rejected, lengths[0], lengths[1]), 2.5, 0.7)
     assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-12)

@@ -103,9 +103,12 @@ def rloo_loss(logp_BT: Tensor, old_BT: Tensor, advantage_B: Tensor, mask_BT: Ten
     return trainer._compute_loss(None, inputs)  # type: ignore[no-any-return]
 
 
-def _score(kind: type, rewards_PG: Tensor, generated: tuple[Any, ...], args: dict[str, Any], **fields: Any) -> Tensor:
-    """The advantages that the trainer's own generate-and-score computes for its loss, with fixed completions and rewards."""
-    prompts = rewards_PG.numel()
+def _score(
+    kind: type, rewards_PG: Tensor, generated: tuple[Any, ...], args: dict[str, Any], key: str = "advantages", **fields: Any
+) -> Tensor:
+    """What the trainer's own generate-and-score computes for its loss, with fixed completions and rewards: the advantages,
+    [P, G], or another of its outputs. Rewards of several functions are [P, G, functions]."""
+    prompts = rewards_PG.shape[0] * rewards_PG.shape[1]
     lists: dict[str, Any] = {name: [] for name in ("prompt", "completion", "advantages")}
     logs = lists | {"rewards": defaultdict(list), "extra": defaultdict(list)}
     shared: dict[str, Any] = {
@@ -124,16 +127,17 @@ def _score(kind: type, rewards_PG: Tensor, generated: tuple[Any, ...], args: dic
     trainer = _bare(kind, forward | args, shared | fields)
     trainer.model.is_gradient_checkpointing = False
     trainer._generate = lambda prompts: generated
-    trainer._calculate_rewards = lambda *args: rewards_PG.reshape(-1, 1)
+    trainer._calculate_rewards = lambda *args: rewards_PG.reshape(prompts, -1)
     output = trainer._generate_and_score_completions([{"prompt": "?"} for _ in range(prompts)])
-    return output["advantages"].reshape(rewards_PG.shape)  # type: ignore[no-any-return]
+    value: Tensor = output[key]
+    return value.reshape(rewards_PG.shape[:2]) if key == "advantages" else value
 
 
 def grpo_advantages(rewards_PG: Tensor, scale_rewards: str) -> Tensor:
     """GRPOTrainer's advantages; a NaN is a completion that no reward function scored."""
     ids = [[1]] * rewards_PG.numel()
     generated: tuple[Any, ...] = (ids, ids, None, ["x"] * len(ids), None, {}, None, None)
-    fields = {
+    fields: dict[str, Any] = {
         "scale_rewards": scale_rewards,
         "multi_objective_aggregation": "sum_then_normalize",
         "environment_factories": None,

@@ -88,6 +88,7 @@ def test_prompts_and_completions_have_exactly_the_planned_length(bench: ModuleTy
     assert {len(c.token_ids) for g in groups for c in g.completions} == {job.new_tokens}
 
 
+@pytest.mark.slow
 def test_results_are_written(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "measured", lambda plan, job, steps: replace(plan, measured_seconds=plan.planned_seconds))
     out = tmp_path / "check.json"
@@ -123,6 +124,7 @@ def test_settings_beyond_the_time_limit_are_reported(
     assert all("time was up" in row["said"] for row in json.loads(out.read_text())["settings"])
 
 
+@pytest.mark.slow
 def test_a_changed_plan_is_compared_with_stored_measurements(
     bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,22 @@ def test_bars_verdict_and_tables_fit_the_terminal(plan: Plan, columns: int) -> N
     assert models.split() == ["model", "0.6B", "1.7B", "4B", "8B", "14B", "32B"]  # none truncated
 
 
+def test_what_does_not_fit_has_no_step_time(plan: Plan) -> None:
+    """The times of a model that is too large would be lower than those of a smaller one that fits."""
+    _, out, _ = plan("--model", "Qwen/Qwen3-4B", "--gpu", "H200", "--new-tokens", 4096)
+    lines = out.splitlines()
+    models = next(i for i, line in enumerate(lines) if line.startswith("model"))
+    assert lines[models + 2].split()[-3:] == ["✗", "✗", "✗"]  # 8B, 14B, 32B
+    full, ppo, lora, ppo_lora = next(line for line in lines if line.startswith("step")).split()[1:]
+    assert ppo == "✗"
+    assert 0 < float(full) < 600
+    assert float(lora) < float(ppo_lora)
+    assert "✗ does not fit" in lines
+    data = json.loads(plan("--model", "Qwen/Qwen3-4B", "--gpu", "H200", "--new-tokens", 4096, "--json")[1])
+    rows = [row for row in data["growth"] if row["what"] == "model"]
+    assert [row["fits"] for row in rows] == [True, True, True, False, False, False]
+
+
 def test_larger_parts_have_longer_bars(plan: Plan) -> None:
     _, out, _ = plan("--model", "7B", "--gpu", "H200")
     grpo, ppo = (next(x for x in out.splitlines() if x.startswith(name)) for name in ("grpo, full", "ppo, full"))

@@ -119,6 +119,7 @@ def test_packs_are_filled_to_their_budget() -> None:
 
 def test_a_reference_is_a_copy_except_with_lora() -> None:
     assert phases(job(beta=0.1))["sample"]["reference"] == 2 * SMALL.parameters
+    assert phases(job(beta=0.1, mixes_reference=True))["sample"]["reference"] == (2 + 4) * SMALL.parameters
     assert "reference" not in phases(job(beta=0.1, lora_rank=4))["sample"]
     assert "reference" not in phases(job())["sample"]
     assert "reference" in phases(job(beta=0.1, lora_rank=4))  # its pass is still run

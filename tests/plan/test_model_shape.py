@@ -102,6 +102,40 @@ def test_every_family_has_the_parameters_of_its_modules(family: str, more: dict[
     assert shape_of_config(config.to_dict(), family).parameters == count(config)
 
 
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "head_dim": 16, "linear_num_key_heads": 2,
+          "linear_num_value_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("qwen3_5_text", HYBRID),
+        ("lfm2", {"layer_types": ["conv", "full_attention"]}),
+        ("olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+        ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}),
+        ("deepseek_v3", {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                         "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "n_group": 1, "topk_group": 1}),
+        ("glm4", {}),
+        ("starcoder2", {}),
+        ("exaone4", {}),
+        ("cohere2", {}),
+    ],
+)  # fmt: skip
+def test_families_without_a_formula_are_counted(family: str, more: dict[str, Any]) -> None:
+    """Their layers are not Llama's: the formula alone would be wrong for most of them."""
+    config = AutoConfig.for_model(family, **{**SMALL, **more})
+    shape = shape_of_config(config.to_dict(), family)
+    assert shape.parameters == count(config)
+    assert 0 < shape.multiplied <= shape.multiplied_in_all < shape.parameters
+
+
+@pytest.mark.parametrize(("family", "more"), [("qwen3_5_text", HYBRID), ("lfm2", {"layer_types": ["conv", "full_attention"]})])
+def test_recurrent_layers_have_no_kv_cache(family: str, more: dict[str, Any]) -> None:
+    shape = shape_of_config(AutoConfig.for_model(family, **{**SMALL, **more}).to_dict(), family)
+    assert shape.attention_layers == 1
+    assert shape.kv_bytes(2) == 2 * shape.kv_width * 2
+
+
 def test_the_built_in_model() -> None:
     tokenizer = build_tokenizer("0123456789+=")
     model = build_model(TinyModel(), tokenizer, seed=0)
@@ -134,6 +168,15 @@ def test_all_experts_are_in_memory_but_few_are_multiplied() -> None:
     shape = shape_of_config(config, "moe")
     expert = 3 * 64 * 96
     assert shape.multiplied_in_all - shape.multiplied == 2 * 6 * expert
+
+
+def test_a_layer_without_experts_has_no_idle_ones() -> None:
+    """DeepSeek's first layer is dense: 6 of 8 experts of the other are idle."""
+    more = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1,
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8}  # fmt: skip
+    shape = shape_of_config(AutoConfig.for_model("deepseek_v3", **{**SMALL, **more}).to_dict(), "moe")
+    assert shape.parameters - shape.active_parameters == 6 * 3 * 64 * 32
+    assert shape.head_size == 24, "keys of latent attention have a part with and a part without positions"
 
 
 @pytest.mark.parametrize("name", ["qwen3-8b", "Qwen/Qwen3-8B-Base", "Qwen3-8B"])

@@ -16,13 +16,15 @@ from oncurve.models.heads import lm_head
 from oncurve.plan import memory, request
 from oncurve.plan.fixes import find_fixes, fits
 from oncurve.plan.hardware import GIB, GPUS, find_gpu
-from oncurve.plan.job import RECIPE_KEYS, recipe_setting
-from oncurve.plan.model_table import MODELS
+from oncurve.plan.job import RECIPE_KEYS, Job, recipe_setting
+from oncurve.plan.memory import memory_of
+from oncurve.plan.model_table import MODELS, find_shape
 from oncurve.plan.plan import make_plan, plan_data, report_data, scaling_points, side_by_side, smallest_gpus
 from oncurve.plan.request import job_for, job_of_stage, plannable, with_settings
+from oncurve.plan.step_time import seconds_of
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.stages import Grpo
-from oncurve.training.learner import learner
+from oncurve.training.learner import activation_checkpointing
 from tests.plan.jobs import job
 
 LARGE = job("Qwen/Qwen3-8B", prompts=32, prompt_tokens=256, new_tokens=1024, mean_tokens=1024.0)
@@ -113,7 +115,10 @@ def test_the_verdict_is_one_line() -> None:
     assert "\n" not in text
     assert text.startswith("does not fit an H100-80GB: ")
     assert "of 79.6 GiB at the peak (update)" in text
-    assert make_plan(job(gpu="B200"), 16).verdict.startswith("fits a B200: ")
+    assert "per step" not in text  # the time of a run that can't happen
+    fitting = make_plan(job(gpu="B200"), 16).verdict
+    assert fitting.startswith("fits a B200: ")
+    assert fitting.endswith(" per step")
 
 
 def test_grpo_and_ppo_side_by_side_full_and_with_lora() -> None:
@@ -176,7 +181,7 @@ def test_constants_are_those_of_engine_and_learner() -> None:
     assert {"cpu": base.SLOTS_CPU, "gpu": base.SLOTS_GPU} == request.SLOTS
     assert (paged_kv_cache.PAGE, kv_cache.PAGE) == (memory.PAGE_GPU, memory.PAGE_CPU)
     assert (memory.HEAD_GPU, memory.HEAD_CPU) == (lm_head.GPU_CHUNK_LOGITS, lm_head.CPU_CHUNK_LOGITS)
-    assert memory.SPARE == learner.MAX_FRACTION
+    assert memory.SPARE == activation_checkpointing.MAX_FRACTION
 
 
 def test_memory_saving_settings_of_a_recipe() -> None:
@@ -247,6 +252,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "moments": {"moments": "int8"},
     "optimiser_on_cpu": {"optimiser_on_cpu": True},
     "reference_on_cpu": {"beta": 0.1, "reference_on_cpu": True},
+    "teacher_on_cpu": {"teacher_on_cpu": True},
 }
 
 
@@ -257,7 +263,7 @@ def test_a_flag_means_its_recipe_key(name: str) -> None:
         "model": {"source": "Qwen/Qwen3-0.6B"},
         "task": {"type": "arithmetic"},
         "rewards": [{"type": "answer"}],
-        "stages": [{"type": "grpo"}],
+        "stages": [{"name": "grpo", "type": "distil", "teacher": {"model": "Qwen/Qwen3-1.7B"}}],
     }
     plain = parse_recipe(data)
     sets = [recipe_setting(key, value).replace("STAGE", "grpo") for key, value in SETTINGS[name].items()]
@@ -298,13 +304,47 @@ def test_smaller_gpus_are_planned_with_checkpointed_layers() -> None:
     assert plan_data(plan)["memory"]["least"] == plan.least
 
 
+@pytest.mark.parametrize("checkpointing", ["auto", "on", "off"])
+@pytest.mark.parametrize("new_tokens", [256, 4096])
+def test_a_job_needs_no_more_than_the_smallest_gpu_that_it_fits(checkpointing: str, new_tokens: int) -> None:
+    """The KV cache takes free memory. What the job needs contains only that of one completion."""
+    request = job(
+        "Qwen/Qwen3-0.6B", prompts=16, new_tokens=new_tokens, mean_tokens=float(new_tokens), checkpointing=checkpointing
+    )
+    plans = {name: make_plan(replace(request, gpu=GPUS[name]), 16) for name in smallest_gpus(request)}
+    assert len(plans) > 3
+    for plan in plans.values():
+        assert plan.fits
+        assert plan.least <= min(other.limit for other in plans.values())
+        assert plan.least <= plan.memory.peak.total
+
+
+def test_a_plan_says_which_part_takes_free_memory() -> None:
+    long = job("Qwen/Qwen3-0.6B", prompts=32, group_size=16, new_tokens=4096, mean_tokens=4096.0)
+    plan = make_plan(long, 16)
+    assert plan.memory.peak.name == "sample"
+    kv_cache = plan.memory.peak.parts["kv pool"]
+    assert f"of what is left the KV cache takes {kv_cache / GIB:.1f} GiB" in plan.memory_note
+    assert plan.memory_note.startswith(f"needs {plan.least / GIB:.1f} GiB ")
+    assert plan.least < plan.memory.peak.total - kv_cache / 2
+    assert plan_data(plan)["memory"]["note"] == plan.memory_note
+
+    short = make_plan(job("Qwen/Qwen3-0.6B", checkpointing="auto", tokens_per_pack=32768), 16)
+    assert short.memory.peak.name == "update"
+    assert "; activations take " in short.memory_note
+    assert not make_plan(LARGE, 16).memory_note, "it does not fit"
+    assert not make_plan(job("Qwen/Qwen3-0.6B", checkpointing="on", algorithm="sft"), 16).memory_note, (
+        "nothing takes free memory"
+    )
+
+
 def test_the_largest_model_that_fits_trpo() -> None:
     request = replace(job("Qwen/Qwen3-8B", algorithm="trpo"), gpu=GPUS["H200"])
     plan = make_plan(request, 16)
     assert not plan.fits
     assert plan.largest is not None
     assert 1e9 < plan.largest < request.shape.parameters
-    layers = (plan.largest - replace(request.shape, layers=0).parameters) // request.shape.layer_parameters
+    layers = round((plan.largest - replace(request.shape, layers=0).parameters) / request.shape.layer_parameters)
     for more, fits_ in ((0, True), (1, False)):
         deeper = replace(request, shape=replace(request.shape, layers=layers + more))
         assert make_plan(deeper, 16).fits is fits_
@@ -316,3 +356,31 @@ def test_a_recipe_for_several_ranks() -> None:
     recipe = load_recipe("arithmetic", ["scale.ranks=4", "scale.shard=optimiser"])
     large = job_of_stage(recipe, recipe.stages[-1], find_gpu("H200"), 16)
     assert (large.gpus, large.sharding) == (4, "optimiser")
+
+
+def test_a_teacher_takes_memory_of_its_own_unless_it_shares_the_policys() -> None:
+    """Weights and the step's hidden states; on the CPU only the head stays. The base of a LoRA policy takes nothing."""
+    data: dict[str, Any] = {
+        "name": "d",
+        "model": {"source": "qwen2.5-0.5b", "dtype": "bfloat16"},
+        "task": {"type": "arithmetic"},
+        "rewards": [{"type": "answer"}],
+        "stages": [{"type": "distil", "teacher": {"model": "qwen2.5-1.5b"}}],
+    }
+    gpu, shape = find_gpu("H100-80GB"), find_shape("qwen2.5-1.5b")
+
+    def plan_with(*sets: str) -> tuple[Job, int]:
+        recipe = parse_recipe(data, list(sets))
+        job = job_of_stage(recipe, recipe.stages[0], gpu, 100)
+        return job, memory_of(job).phases[-1].parts.get("teacher", 0)
+
+    job, resident = plan_with()
+    states = 2 * job.rows * job.new_tokens * shape.width
+    assert resident == 2 * shape.parameters + states
+    assert "teacher" in {phase.name for phase in memory_of(job).phases}
+    job, on_cpu = plan_with("distil.teacher.on_cpu=true")
+    assert on_cpu == 2 * shape.vocabulary * shape.width + states
+    assert memory_of(job).host == 2 * shape.parameters
+    assert plan_with("model.lora.rank=8", "distil.teacher.model=qwen2.5-0.5b")[1] == 0
+    assert plan_with("distil.teacher.model=self", "distil.teacher.context={prompt}!")[1] == 0
+    assert seconds_of(plan_with()[0]).phases["teacher"] > 0

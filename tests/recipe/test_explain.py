@@ -66,7 +66,12 @@ def test_without_a_key_the_complete_tree_is_shown() -> None:
         ("grpo.kl", ["The KL penalty toward the reference.", "grpo.kl.beta", "k1, k2, k3"]),
         (
             "grpo.advantage.scale",
-            ["one of group, batch, whiten, none", "unset", "--set grpo.advantage.scale=group", "none for dr_grpo, rloo"],
+            [
+                "one of group, batch, whiten, mean, signal_share, per_reward, none",
+                "unset",
+                "--set grpo.advantage.scale=group",
+                "none for dr_grpo, rloo",
+            ],
         ),
         ("model", ["model.tiny.layers", "float32, bfloat16"]),
         ("grpo.objective", ["leave_one_out", "the geometric mean", "reward"]),

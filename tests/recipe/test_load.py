@@ -142,6 +142,17 @@ def test_recipes_inside_an_installed_package_are_found(checkout: Path) -> None:
     assert set(builtin_recipes()) == {"countdown"}
 
 
+def test_a_built_in_recipe_finds_its_own_files_in_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = Path(__file__).parents[2]
+    monkeypatch.chdir(checkout)
+    assert flatten(load_recipe("agent-sort"))["task.path"] == "recipes/agent-sort.jsonl"
+    monkeypatch.chdir(tmp_path)
+    for name in builtin_recipes():
+        own = [value for value in flatten(load_recipe(name)).values() if isinstance(value, str) and "recipes/" in value]
+        assert all(Path(value.partition(":")[0]).is_file() for value in own), own
+    assert flatten(load_recipe("agent-sort"))["task.environment"] == f"{checkout}/recipes/agent_sort.py:Sort"
+
+
 def test_a_missing_file_names_the_nearest(checkout: Path) -> None:
     (checkout / "mine.toml").write_text(BASE)
     for name, words in [

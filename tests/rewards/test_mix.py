@@ -99,6 +99,7 @@ def test_what_does_not(result: object, failure: str) -> None:
         ("ab", "TypeError: returned str instead of 2 scores"),
         (raises(KeyError("answer")), "KeyError: 'answer'"),
         (raises(SystemExit(3)), "SystemExit: 3"),
+        (raises(BaseException("panic of a Rust library")), "BaseException: panic of a Rust library"),
         (raises(RecursionError("deep")), "RecursionError: deep"),
         (lambda _: (1 / 0 for _ in range(2)), "ZeroDivisionError: division by zero"),
     ],
@@ -213,7 +214,7 @@ class Meets:
     is_async: bool = True
 
     def score(self, group: Group) -> Any:
-        self.party.wait(timeout=20)
+        self.party.wait(timeout=300)
         return [float(completion.text) for completion in group.completions]
 
 

@@ -160,7 +160,7 @@ def test_functions_by_name(tmp_path: Path) -> None:
         ("long", "not written as"),
         (f"{path}:", "not written as"),
         (f"{path}:lang", "did you mean 'long'?"),
-        (f"{path}:NUMBER", "is a int, not a function"),
+        (f"{path}:NUMBER", "is of type int: it can't be called"),
         (f"{tmp_path}/none.py:long", "there is no file"),
         (f"{tmp_path}/broken.py:long", "ZeroDivisionError"),
         ("no_such_module_here:long", "No module named"),
@@ -171,8 +171,8 @@ def test_functions_by_name(tmp_path: Path) -> None:
         assert because in caught.value.because
 
 
-def limited(path: Path, name: str, **options: Any) -> Reward:
-    return python_reward("mine", 1.0, PythonOptions(function=f"{path}:{name}", seconds=1.0, **options))
+def limited(path: Path, name: str, seconds: float = 120.0, **options: Any) -> Reward:
+    return python_reward("mine", 1.0, PythonOptions(function=f"{path}:{name}", seconds=seconds, **options))
 
 
 def test_functions_with_a_time_limit(tmp_path: Path) -> None:
@@ -184,8 +184,8 @@ def test_functions_with_a_time_limit(tmp_path: Path) -> None:
         "async def later(completion, bonus):\n    await asyncio.sleep(0)\n    return bonus\n"
         "def die(completion): os._exit(1)\ndef raises(completion): raise KeyError('no')\ndef none(completion): return None\n"
     )
-    results = [(a.value, a.failure) for a in aspects_of(limited(path, "hang"), group("a", "b", "ccc"))]
-    assert results == [(1.0, None), (None, "TimeoutError: it took more than 1 s"), (3.0, None)]
+    results = [(a.value, a.failure) for a in aspects_of(limited(path, "hang", 2.0), group("a", "b", "ccc"))]
+    assert results == [(1.0, None), (None, "TimeoutError: it took more than 2 s"), (3.0, None)]
     assert [a.value for a in aspects_of(limited(path, "batch"), group("a", "bb", answer="xy"))] == [3.0, 4.0]
     assert [a.value for a in aspects_of(limited(path, "later", arguments={"bonus": 2.5}), group("a"))] == [2.5]
     assert [a.failure for a in aspects_of(limited(path, "die"), group("a"))] == [
@@ -193,3 +193,19 @@ def test_functions_with_a_time_limit(tmp_path: Path) -> None:
     ]
     assert [a.failure for a in aspects_of(limited(path, "raises"), group("a"))] == ["WorkerFailedError: KeyError: 'no'"]
     assert [(a.value, a.failure) for a in aspects_of(limited(path, "none"), group("a"))] == [(None, None)]
+
+
+def test_a_function_that_changes_its_columns_changes_no_later_score() -> None:
+    def per_group(completions: list[str], answer: list[list[str]]) -> list[float]:
+        return [float(len(golds.pop())) for golds in answer]
+
+    def per_completion(completion: str, answer: list[str], more: dict[str, list[int]]) -> float:
+        answer.append("wrong")
+        more["a"].append(1)
+        return float(len(answer) + len(more["a"]))
+
+    scored = group("a", "b", answer=["12"], more={"a": []})
+    for _ in range(2):
+        assert [a.value for a in aspects_of(FunctionReward(per_group, "f"), scored)] == [2.0, 2.0]
+        assert [a.value for a in aspects_of(FunctionReward(per_completion, "g"), scored)] == [3.0, 3.0]
+    assert scored.prompt.columns == {"answer": ["12"], "more": {"a": []}}

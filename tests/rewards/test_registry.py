@@ -12,7 +12,7 @@ from oncurve.tasks.registry import build_task
 from tests.rewards.builders import group
 
 
-def build(*configs: dict[str, Any], **context: int) -> Any:
+def build(*configs: dict[str, Any], **context: Any) -> Any:
     return build_rewards([Reward.model_validate(config) for config in configs], **context)
 
 

@@ -17,7 +17,7 @@ def start(code: str, *arguments: object) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> str:
     """Its output; a failure shows its traceback."""
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out
 
@@ -28,5 +28,5 @@ def kill_when_ready(process: subprocess.Popen[str]) -> None:
     assert process.stderr is not None
     line = process.stdout.readline()
     process.kill()
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert line, err

@@ -10,25 +10,46 @@ import numpy as np
 from oncurve.records import (
     Aspect,
     Completion,
+    EpisodeRecord,
     EvalReport,
     Floats,
     GradedGroup,
     Group,
+    Observation,
+    Outcome,
     Prompt,
     ScoredCompletion,
     ScoredGroup,
     StepReport,
+    StopReason,
     TokenStats,
+    ToolCall,
 )
 
 
 def completion(rng: np.random.Generator, length: int, index: int) -> Completion:
-    """Every third has different log-probs, every fourth contains tokens of an environment."""
+    """Every third has different log-probs, every fourth contains tokens of an environment, every sixth is of two sequences."""
     logps = -rng.random(length, dtype=np.float32)
     apart = -rng.random(length, dtype=np.float32) if index % 3 == 0 else logps
     mask = rng.random(length) < 0.7 if index % 4 == 3 else np.ones(length, dtype=np.bool_)
     ids = rng.integers(0, 200_000, length)
-    return Completion(ids, f"<answer>{index}</answer> ✓", "length" if index % 5 == 4 else "end", logps, apart, logps, mask)
+    contexts = ((0, rng.integers(0, 200_000, 3)), (length // 2, rng.integers(0, 200_000, 5))) if index % 6 == 5 else ()
+    stop: StopReason = "length" if index % 5 == 4 else "end"
+    episode = episode_record(length) if index % 4 == 1 else None
+    return Completion(ids, f"<answer>{index}</answer> ✓", stop, logps, apart, logps, mask, None, episode, contexts)
+
+
+def episode_record(length: int) -> EpisodeRecord:
+    """Every kind of reply, a call that failed, and an outcome."""
+    calls = (ToolCall("search", {"query": "tea"}, "3 kinds", None, 0.25), ToolCall("unknown", "[1", "no JSON", "not JSON"))
+    message = {"role": "assistant", "content": "", "tool_calls": [{"type": "function"}]}
+    turns = (
+        (0, 1, Observation(({"role": "tool", "content": "3 kinds"},), message, calls, 0.5)),
+        (1, 2, Observation("go on ✓")),
+        (2, 3, Observation(np.arange(3))),
+        (3, length, Observation(None, failure="hung")),
+    )
+    return EpisodeRecord(turns, Outcome(0.25, None))
 
 
 def aspects(rng: np.random.Generator, index: int) -> tuple[Aspect, ...]:

@@ -13,6 +13,7 @@ import openai
 from oncurve.engines.native.session import Session, torch_session
 from oncurve.local_http import listen
 from oncurve.models.policy import Policy
+from oncurve.records import Environment, StatefulEnvironment
 from oncurve.serve.server import CompletionServer, EngineThread, ServedModel
 from tests.models.architectures import make_policy
 
@@ -27,7 +28,7 @@ class Endpoint:
     engine: EngineThread
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=60)
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key=key, max_retries=0, timeout=300)
 
 
 def chatting_policy() -> Policy:
@@ -39,11 +40,16 @@ def chatting_policy() -> Policy:
 
 @contextmanager
 def endpoint(
-    policy: Policy, slots: int = 4, limit: int = 400, key: str | None = None, session: Session | None = None
+    policy: Policy,
+    slots: int = 4,
+    limit: int = 400,
+    key: str | None = None,
+    session: Session | None = None,
+    environment: Environment | StatefulEnvironment | None = None,
 ) -> Iterator[Endpoint]:
     with listen("127.0.0.1", 0) as listening:
         engine = EngineThread(session or torch_session(policy, slots, limit))
-        server = CompletionServer(ServedModel(MODEL, policy, engine), key)
+        server = CompletionServer(ServedModel(MODEL, policy, engine, environment=environment), key=key)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:

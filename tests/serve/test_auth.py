@@ -32,7 +32,7 @@ def unlocked() -> Iterator[Endpoint]:
 def status(served: Endpoint, headers: dict[str, str]) -> int:
     request = urllib.request.Request(f"{served.address}/v1/models", headers=headers)
     try:
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=120) as response:
             return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code if json.loads(error.read())["error"]["message"] else 0
@@ -46,6 +46,7 @@ def test_requests_without_the_key_are_refused(locked: Endpoint, key: str) -> Non
 def test_requests_with_the_key_are_answered(locked: Endpoint) -> None:
     with locked.client(KEY) as client:
         assert client.models.list().data
+    assert [status(locked, {"authorization": f"{scheme} {KEY}"}) for scheme in ("bearer", "BEARER", "Basic")] == [200, 200, 401]
     with locked.client("wrong") as client, pytest.raises(openai.AuthenticationError) as caught:
         client.models.list()
     assert caught.value.code == "invalid_api_key"

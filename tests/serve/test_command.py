@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import urllib.request
@@ -55,7 +56,7 @@ def test_a_served_folder(folder: Path) -> None:
     stranger = openai.OpenAI(base_url=f"{ready['address']}/v1", api_key="other", max_retries=0)
     with stranger, pytest.raises(openai.AuthenticationError):
         stranger.completions.create(model="mine", prompt="1+2=")
-    out, err = process.communicate(timeout=20)  # closes standard input
+    out, err = process.communicate(timeout=300)  # closes standard input
     assert process.returncode == 0
     assert KEY not in out + err
     with pytest.raises(OSError, match="refused"):
@@ -69,6 +70,32 @@ def test_a_served_folder(folder: Path) -> None:
 def test_a_model_that_does_not_exist(target: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", target, "--port", "0"]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_several_folders(folder: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    names = [str(folder), str(other)]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "oncurve", "serve", *names, "--port", "0", "--json", "--until-closed"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert process.stdout is not None
+    ready = json.loads(process.stdout.readline())
+    assert (ready["model"], ready["models"]) == (names[0], names)
+    with openai.OpenAI(base_url=f"{ready['address']}/v1", api_key="none", max_retries=0) as client:
+        assert [model.id for model in client.models.list().data] == names
+        texts = {client.completions.create(model=name, prompt="1+2=", max_tokens=9, seed=1).choices[0].text for name in names}
+        assert len(texts) == 1, "they are the same model"
+    process.communicate(timeout=300)  # closes standard input
+    assert process.returncode == 0
+
+
+@pytest.mark.parametrize("more", [[], ["--name", "mine"]])
+def test_models_need_names_of_their_own(folder: Path, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", str(folder), str(folder), *more]) == 2
+    assert "models without a name of their own" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_port_that_is_taken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,6 +36,44 @@ def test_text_comes_in_complete_characters_and_adds_up(text: str) -> None:
     assert "�" in text or not any("�" in part for part in parts)
 
 
+def id_of(letter: str) -> int:
+    token = of_bytes().token_to_id(letter)
+    assert token is not None
+    return token
+
+
+@given(data=st.lists(st.one_of(st.binary(max_size=40), st.text(max_size=6).map(str.encode))).map(b"".join))
+def test_any_bytes_add_up_to_their_text(data: bytes) -> None:
+    """Also if runs of invalid bytes are returned before they end."""
+    alphabet = bytes_to_letters()
+    ids = [id_of(alphabet[byte]) for byte in data]
+    detokenizer = IncrementalDetokenizer(decode)
+    assert "".join([detokenizer.push(i, last=n == len(ids) - 1) for n, i in enumerate(ids)]) == decode(ids)
+
+
+@pytest.mark.parametrize("run", [b"\x80", b"\xf0\x9f", b"\xe2\x82", b"\xff\xc3"])
+def test_long_runs_of_invalid_bytes_cost_linear_time(run: bytes) -> None:
+    ids = [id_of(bytes_to_letters()[byte]) for byte in run * 500]
+    decoded = 0
+
+    def counted(ids: list[int]) -> str:
+        nonlocal decoded
+        decoded += len(ids)
+        return decode(ids)
+
+    detokenizer = IncrementalDetokenizer(counted)
+    text = "".join([detokenizer.push(i, last=n == len(ids) - 1) for n, i in enumerate(ids)])
+    assert text == decode(ids)
+    assert decoded < 100 * len(ids)
+
+
+def bytes_to_letters() -> dict[int, str]:
+    """The letter that stands for each byte in a byte-level vocabulary."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + n) for n, byte in enumerate(others)}
+
+
 def push_characters(characters: str, stop: tuple[str, ...], why: StopReason) -> tuple[list[TextDelta], StreamedText]:
     """Pushes each character as a token whose id is its code point; the last token has the stop reason ``why``."""
     text = StreamedText(lambda ids: "".join(map(chr, ids)), stop)
@@ -69,6 +107,13 @@ def test_the_end_token_has_no_text_and_is_counted() -> None:
     assert (deltas[-1].finish, text.count) == ("stop", 3)
 
 
+def test_tokens_are_sent_with_their_text() -> None:
+    """The second E may begin the stop string: it waits when the first is sent, and is never sent."""
+    deltas, _ = push_characters("EEN", ("EN",), "stop_string")
+    assert "".join(s.text for s in deltas) == "E"
+    assert [offset for s in deltas for _, offset in s.tokens] == [0]
+
+
 @given(text=st.text("abEND", min_size=1, max_size=30), stop=st.lists(st.text("abEND", min_size=1, max_size=4), max_size=3))
 def test_the_sent_text_is_the_text_before_the_first_stop_string(text: str, stop: list[str]) -> None:
     ends = [offset + len(s) for s in stop for offset in [text.find(s)] if offset >= 0]
@@ -76,6 +121,9 @@ def test_the_sent_text_is_the_text_before_the_first_stop_string(text: str, stop:
     deltas, _ = push_characters(text[:upto], tuple(stop), "stop_string" if why == "stop_string" else "length")
     cut = min((offset for s in stop for offset in [text[:upto].find(s)] if offset >= 0), default=len(text))
     assert "".join(s.text for s in deltas) == text[:cut]
+    assert [(chr(token.token_id), offset) for s in deltas for token, offset in s.tokens] == [
+        (c, i) for i, c in enumerate(text[:cut])
+    ]
 
 
 @pytest.mark.parametrize("why", ["end", "length"])

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [
@@ -22,6 +22,9 @@ FLAGS = [
     "--disable-component-update",
     "--disable-sync",
 ]
+PATIENCE_MS = 120_000
+"""For anything that appears at all; a page of a busy machine takes seconds."""
+expect.set_options(timeout=PATIENCE_MS)
 SHOTS = Path(os.environ.get("ONCURVE_SHOTS", Path(__file__).resolve().parents[2] / "build" / "screenshots"))
 """Where pictures of the pages are kept, for people to look at."""
 
@@ -78,10 +81,10 @@ def a_page(browser: Browser, address: str, width: int = 1280, dark: bool = False
         viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", accept_downloads=True
     )
     page = context.new_page()
-    page.set_default_timeout(30_000)
+    page.set_default_timeout(PATIENCE_MS)
     watched = Watched(page, urlsplit(address).netloc)
     page.goto(address)
     yield watched
-    assert watched.errors == []
-    assert watched.strangers == []
+    assert watched.errors == [], watched.errors
+    assert watched.strangers == [], watched.strangers
     context.close()

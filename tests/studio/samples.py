@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+import sqlite3
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from oncurve.records import (
     StepReport,
     TokenStats,
 )
+from oncurve.runs.database.row_codec import bool_blob, float_blob, int_blob
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder, Status
 
@@ -203,3 +206,65 @@ def make_stage_run(
             store.end_stage(stage)
     run.set_status(status)
     return run
+
+
+LARGE_PROMPTS, LARGE_GROUP = 62, 8
+
+
+def make_large_run(runs_dir: Path, name: str, steps: int, token_steps: range) -> RunFolder:
+    """A run of 62 groups of 8 at every step, written by SQL: 1 completion in 50,000 has failed, a prompt is asked 25 times.
+
+    Only the groups of ``token_steps`` have tokens, and can be opened: a token for each character, for each tag and for the end.
+    """
+    run = make_run(runs_dir, name, steps=1)
+    groups = (steps - 1) * LARGE_PROMPTS
+    numbers = "WITH RECURSIVE n(i) AS (SELECT 0 UNION ALL SELECT i + 1 FROM n WHERE i < {} - 1)"
+    script = f"""
+    PRAGMA synchronous = OFF;
+    BEGIN;
+    {numbers.format(steps - 1)} INSERT INTO steps SELECT 'grpo', i + 2, 1.0, 1.0 FROM n;
+    INSERT INTO metrics SELECT 'grpo', step, name, value + step * 1e-4 FROM steps
+        JOIN (SELECT name, value FROM metrics WHERE step = 1) WHERE step > 1;
+    {numbers.format(groups)} INSERT INTO groups SELECT 1000 + i, 'grpo', 2 + i / {LARGE_PROMPTS}, 'train', i % {LARGE_PROMPTS},
+        'sums/' || (i % {groups // 25}), '1+' || i || '=', NULL, '{{}}', x'00000000', i % 3 > 0 FROM n;
+    {numbers.format(groups * LARGE_GROUP)} INSERT INTO completions SELECT 1000 + i, 1000 + i / {LARGE_GROUP}, i % {LARGE_GROUP},
+        text, 'end', length(text) - 27, signal * (i % 2), 1, CASE WHEN i % 50000 = 7 THEN 'answer: ValueError' END,
+        signal * (i % 2 - 0.5)
+        FROM (SELECT i, i / {LARGE_GROUP} % 3 > 0 AS signal,
+            '<think>some words of thought ' || i || '</think><answer>' || (i % 97) || '</answer>' AS text FROM n);
+    INSERT INTO aspects SELECT id, 0, 'answer', total, 1.0, NULL, NULL, NULL FROM completions WHERE id >= 1000;
+    INSERT INTO aspects SELECT id, 1, 'format', (id % 40000) > 3, 0.1, NULL, NULL, NULL FROM completions WHERE id >= 1000;
+    COMMIT;
+    """
+    with closing(sqlite3.connect(run.database)) as database:
+        database.executescript(script)
+        database.execute(INSERT_TOKENS, {"first": token_steps.start, "end": token_steps.stop, **_token_arrays()})
+        database.commit()
+    return run
+
+
+INSERT_TOKENS = """
+INSERT INTO tokens SELECT completions.id, substr(:ids, 1 + 4 * at, 4 * length), NULL, substr(:logps, 1 + 4 * at, 4 * length),
+    NULL, NULL, CASE WHEN advantage > 0 THEN :up WHEN advantage < 0 THEN :down ELSE :none END,
+    substr(:logps, 1 + 4 * at, 4 * length), substr(:ratios, 1 + 4 * at, 4 * length), substr(:entropies, 1 + 4 * at, 4 * length),
+    substr(:clipped, 1 + at, length), substr(:kls, 1 + 4 * at, 4 * length)
+FROM groups JOIN (SELECT *, id % 1000 AS at FROM completions) AS completions ON group_id = groups.id
+WHERE groups.id >= 1000 AND step >= :first AND step < :end
+"""
+"""A completion's arrays are a piece of the arrays of `_token_arrays`."""
+
+
+def _token_arrays() -> dict[str, bytes]:
+    rng, count = np.random.default_rng(0), 1100
+    ratios = np.exp(rng.normal(0.0, 0.2, count))
+    return {
+        "ids": int_blob(rng.integers(97, 123, count)),
+        "logps": float_blob(-rng.random(count, dtype=np.float32)),
+        "ratios": float_blob(ratios.astype(np.float32)),
+        "entropies": float_blob(rng.random(count, dtype=np.float32)),
+        "clipped": bool_blob(ratios > 1.2),
+        "kls": float_blob(0.01 * rng.random(count, dtype=np.float32)),
+        "up": float_blob(np.array([0.5], np.float32)),
+        "down": float_blob(np.array([-0.5], np.float32)),
+        "none": float_blob(np.array([0.0], np.float32)),
+    }

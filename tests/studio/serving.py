@@ -36,7 +36,12 @@ class Served:
     runs_dir: Path
 
     def ask(
-        self, path: str, headers: dict[str, str] | None = None, body: Any = None, method: str | None = None, timeout: float = 20
+        self,
+        path: str,
+        headers: dict[str, str] | None = None,
+        body: Any = None,
+        method: str | None = None,
+        timeout: float = 120,
     ) -> Answer:
         sent = {"content-type": "application/json"} if body is not None else {}
         data = None if body is None else json.dumps(body).encode()
@@ -65,4 +70,5 @@ def served(runs_dir: Path, token: str | None = None, *, allow_code: bool = False
             assert thread.is_alive(), "the server ended before it began"
         yield Served(f"http://127.0.0.1:{listening.getsockname()[1]}", runs_dir)
         server.should_exit = True
-        thread.join(10)
+        thread.join(120)
+        assert not thread.is_alive(), "the server does not end"

@@ -79,3 +79,18 @@ def test_lines_that_are_no_labels_are_skipped(studio_with_run: Served) -> None:
     with (studio_with_run.runs_dir / "mine" / FILE).open("ab") as file:
         file.write(b'not json\n[1]\n{"type": "ranking"}\n\xff\n')
     assert studio_with_run.ask("/api/runs/mine/feedback").json["pairs"] == 1
+
+
+def test_how_far_people_agree(studio_with_run: Served) -> None:
+    """Three people rank: of 3 × 3 shared pairs, by hand, 5 agree. Two of the 18 verdicts are a tie."""
+    for rater, tiers in (("ann", [[0], [1], [2]]), ("bob", [[0], [2], [1]]), ("cy", [[0, 1], [2], [3]])):
+        data = label(studio_with_run, type="ranking", rater=rater, tiers=tiers)
+    # ann–bob: 01 yes, 02 yes, 12 no. ann–cy: 01 no (a tie), 02 yes, 12 yes. bob–cy: 01 no, 02 yes, 12 no.
+    ties = 2 / 18  # cy's tie counts against each of the two others
+    chance = ties**2 + 2 * ((1 - ties) / 2) ** 2
+    expected = {"raters": 3, "pairs": 9, "agreed": 5, "kappa": pytest.approx((5 / 9 - chance) / (1 - chance))}
+    assert data["raters"] == expected
+    assert len(data["labels"]) == 3  # type: ignore[arg-type]
+    replaced = label(studio_with_run, type="ranking", rater="bob", tiers=[[0], [1], [2]])
+    assert replaced["raters"]["agreed"] == 7  # type: ignore[index]
+    assert len(replaced["labels"]) == 3  # type: ignore[arg-type]

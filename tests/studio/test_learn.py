@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
@@ -19,7 +17,7 @@ from tests.studio.serving import Served
 
 pytestmark = pytest.mark.slow
 CONTENT = Path(__file__).resolve().parents[2] / "web" / "src" / "learn" / "content"
-SECTIONS = [path.stem.split("-", 1)[1] for path in sorted(CONTENT.glob("*.md"))]
+SECTIONS = [*(path.stem.split("-", 1)[1] for path in sorted(CONTENT.glob("*.md"))), "troubleshooting"]
 
 
 @pytest.fixture(scope="module")
@@ -86,9 +84,9 @@ def rewarded(text: str, rule: str) -> float:
 def test_the_advantage_figure_s_rewards_follow_its_rules(studio: Served, browser: Browser) -> None:
     with a_page(browser, f"{studio.address}/#/learn/advantages") as watched:
         page = watched.page
-        presets = page.get_by_role("group", name="Example groups").get_by_role("button").all()
-        assert len(presets) == 5
-        for preset in presets:
+        presets = page.get_by_role("group", name="Example groups").get_by_role("button")
+        expect(presets).to_have_count(5)
+        for preset in presets.all():
             preset.click()
             rule = page.locator("[data-rule]").inner_text()
             answers = page.locator("[data-answer]").all_inner_texts()
@@ -228,6 +226,34 @@ def test_the_clip_figure(studio: Served, browser: Browser) -> None:
         expect(says).to_contain_text("no gradient")
 
 
+def test_the_clip_figure_is_dragged(studio: Served, browser: Browser) -> None:
+    with a_page(browser, f"{studio.address}/#/learn/algorithm") as watched:
+        page = watched.page
+        figure = page.locator("#clip svg")
+        figure.scroll_into_view_if_needed()
+        box = figure.bounding_box()
+        assert box is not None
+        page.mouse.click(box["x"] + 0.97 * box["width"], box["y"] + 0.5 * box["height"])
+        expect(page.get_by_label("Ratio ρ")).to_have_value("2")
+        expect(page.locator("[data-clip]")).to_contain_text("no gradient")
+
+
+def test_questions_lead_to_a_method(studio: Served, browser: Browser) -> None:
+    with a_page(browser, f"{studio.address}/#/learn/relatives") as watched:
+        page, method = watched.page, watched.page.locator("[data-method]")
+        expect(method).to_contain_text("GRPO. The mean of the group is the baseline")
+        for question, answer, name in (
+            ("Do you want one update per batch and as few parts as possible?", "yes", "rloo"),
+            ("Are there rewards for single steps, and enough memory for a critic?", "yes", "ppo"),
+            ("Can you score a new answer?", "no", "dpo"),
+            ("Can you change the model's weights?", "no", "training_free"),
+        ):
+            page.get_by_role("group", name=question).get_by_role("button", name=answer).click()
+            expect(method).to_have_attribute("data-method", name)
+        # A question after the one that decided is not asked.
+        expect(page.get_by_role("group", name="Can you score a new answer?").get_by_role("button", name="yes")).to_be_disabled()
+
+
 def test_the_opening_picture_and_a_run_of_one_s_own(studio: Served, browser: Browser) -> None:
     with a_page(browser, f"{studio.address}/#/learn") as watched:
         page = watched.page
@@ -295,6 +321,7 @@ def test_code_is_highlighted_and_copied(studio: Served, browser: Browser) -> Non
 def test_printing_opens_everything(studio: Served, browser: Browser) -> None:
     with a_page(browser, f"{studio.address}/#/learn/advantages") as watched:
         page = watched.page
+        expect(page.get_by_text("grade on the curve")).to_be_visible()
         expect(page.get_by_text("Three facts follow")).to_be_hidden()
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
         expect(page.get_by_text("Three facts follow")).to_be_visible()
@@ -303,27 +330,124 @@ def test_printing_opens_everything(studio: Served, browser: Browser) -> None:
 
 
 def test_the_static_site_needs_no_server(tmp_path: Path, browser: Browser) -> None:
-    """`make learn-site` in a copy of the repository, published in a folder of any static host."""
+    """`make learn-site` in a copy of the repository, opened from the folder."""
     root = Path(__file__).resolve().parents[2]
     shutil.copy(root / "Makefile", tmp_path / "Makefile")
-    shutil.copytree(root / "oncurve" / "studio" / "static", tmp_path / "oncurve" / "studio" / "static")
+    shutil.copytree(root / "docs" / "learn", tmp_path / "docs" / "learn")
     subprocess.run(["make", "learn-site"], cwd=tmp_path, check=True, capture_output=True)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(tmp_path)))
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with a_page(browser, f"http://127.0.0.1:{server.server_port}/build/learn/") as watched:
+    address = (tmp_path / "build" / "learn" / "index.html").as_uri()
+    with a_page(browser, address) as watched:
+        page = watched.page
+        asked: list[str] = []
+        page.on("request", lambda request: asked.append(request.url))
+        expect(page.get_by_role("heading", name="GRPO at a glance")).to_be_visible()
+        expect(page.get_by_role("navigation", name="Pages").get_by_role("link")).to_have_text(["Learn"])
+        for section in SECTIONS:
+            page.goto(f"{address}#/learn/{section}?open=mathematics,implementation")
+            expect(page.locator("article h1")).to_be_visible()
+            links = [link.get_attribute("href") or "" for link in page.locator("a").all()]
+            assert all(href.startswith(("#/learn", "http", "#main")) for href in links), links
+        assert not [url for url in asked if not url.startswith(address.rpartition("/")[0])]
+        assert page.evaluate("[...document.fonts].some((face) => face.status === 'loaded')")
+
+
+def test_a_group_of_one_s_own_run_is_the_example_of_several_figures(studio: Served, browser: Browser) -> None:
+    """Chosen once, it stays for the other figures, with the run's own numbers."""
+    with a_page(browser, f"{studio.address}/#/learn/advantages") as watched:
+        page = watched.page
+        page.get_by_role("combobox", name="Example").select_option("sums-1")
+        expect(page.get_by_role("button", name="Your group")).to_have_attribute("aria-pressed", "true")
+        expect(page.locator("[data-answer]").first).to_have_text("<think>1+2</think><answer>3</answer>")
+        rewards = np.array([1.1, 1.0, 0.1, 0.0])
+        expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        assert numbers(page, "b[data-advantage]") == pytest.approx(expected, abs=0.006)
+        page.get_by_label("Reward of answer 4", exact=True).fill("1.1")
+        assert numbers(page, "b[data-advantage='3']")[0] > 0
+        page.goto(f"{studio.address}/#/learn/algorithm")
+        expect(page.get_by_role("combobox", name="Example").first).to_have_value("sums-1")
+        own = page.locator("[data-own-credit='0']")
+        expect(own.locator("small").first).to_have_text(f"+{expected[0]:.1f}")
+        page.goto(f"{studio.address}/#/learn/derivations")
+        expect(page.get_by_text("The dots are the prompts of step")).to_be_visible()
+        page.get_by_role("combobox", name="Example").first.select_option("")
+        expect(page.get_by_text("The dots are the prompts of step")).to_have_count(0)
+
+
+def test_the_weight_of_a_prompt_under_the_std(studio: Served, browser: Browser) -> None:
+    with a_page(browser, f"{studio.address}/#/learn/derivations") as watched:
+        page = watched.page
+        for p in (0.05, 0.5, 0.9):
+            page.get_by_label("Probability that the prompt is solved").fill(str(p))
+            weight, objective, right, wrong = numbers(page, "[data-weight] b")
+            assert weight == pytest.approx(1 / np.sqrt(p * (1 - p)), rel=0.01)
+            assert objective == pytest.approx(2 * np.arcsin(np.sqrt(p)), rel=0.01)
+            assert right == pytest.approx(np.sqrt((1 - p) / p), rel=0.01)
+            assert wrong == pytest.approx(-np.sqrt(p / (1 - p)), rel=0.01)
+
+
+def test_how_often_a_group_has_a_signal(studio: Served, browser: Browser) -> None:
+    with a_page(browser, f"{studio.address}/#/learn/limits") as watched:
+        page = watched.page
+        for p, power in ((0.05, 2), (0.05, 5), (0.5, 0), (1.0, 3)):
+            page.get_by_label("Probability p that an answer is right").fill(str(p))
+            page.get_by_label("Size of the group").fill(str(power))
+            size = 2 ** (power + 1)
+            expect(page.locator("[data-signal] b")).to_have_text(f"{100 * (1 - p**size - (1 - p) ** size):.1f} %")
+
+
+def test_a_link_leads_to_a_heading_a_figure_or_a_paragraph(studio: Served, browser: Browser) -> None:
+    links = {
+        "relatives?at=when-to-prefer-which": "When to prefer which",
+        "algorithm?at=credit": "Credit for tokens",
+        "critic?open=mathematics&at=the-bootstrapping-problem": "The bootstrapping problem.",
+    }
+    for address, text in links.items():
+        with a_page(browser, f"{studio.address}/#/learn/{address}") as watched:
             page = watched.page
-            asked: list[str] = []
-            page.on("request", lambda request: asked.append(request.url))
-            expect(page.get_by_role("heading", name="GRPO at a glance")).to_be_visible()
-            expect(page.get_by_role("navigation", name="Pages").get_by_role("link")).to_have_text(["Learn"])
-            for section in SECTIONS:
-                page.goto(
-                    f"http://127.0.0.1:{server.server_port}/build/learn/#/learn/{section}?open=mathematics,implementation"
-                )
-                expect(page.locator("article h1")).to_be_visible()
-                links = [link.get_attribute("href") or "" for link in page.locator("a").all()]
-                assert all(href.startswith(("#/learn", "http", "#main")) for href in links), links
-            assert not [url for url in asked if "/api/" in url]
-    finally:
-        server.shutdown()
+            target = page.get_by_text(text, exact=False).last
+            expect(target).to_be_in_viewport()
+            page.wait_for_timeout(300)
+            box = page.locator(f"[id='{address.rpartition('at=')[2]}']").bounding_box()
+            assert box is not None
+            assert -5 <= box["y"] < 450, address
+
+
+def test_reduced_motion_is_honoured(studio: Served, browser: Browser) -> None:
+    """The picture jumps from stage to stage, and nothing on the page is animated."""
+    context = browser.new_context(reduced_motion="reduce", viewport={"width": 1280, "height": 900})
+    page = context.new_page()
+    page.goto(f"{studio.address}/#/learn")
+    page.get_by_label("Time in the picture").fill("0")
+    page.get_by_role("button", name="Play").click()
+    seen = set()
+    for _ in range(20):
+        seen.add(float(page.get_by_label("Time in the picture").input_value()))
+        page.wait_for_timeout(100)
+    assert all(value == int(value) for value in seen), seen
+    page.goto(f"{studio.address}/#/learn/algorithm")
+    page.get_by_role("button", name="2 Score").click()
+    moving = page.evaluate("document.getAnimations().filter((one) => one.playState === 'running').length")
+    assert moving == 0
+    context.close()
+
+
+@pytest.mark.parametrize("section", ["overview", "advantages", "algorithm", "relatives", "rewards", "pipelines", "details"])
+def test_every_control_is_reached_by_the_keyboard(studio: Served, browser: Browser, section: str) -> None:
+    with a_page(browser, f"{studio.address}/#/learn/{section}") as watched:
+        page = watched.page
+        expect(page.locator("article h1")).to_be_visible()
+        page.wait_for_timeout(300)
+        controls = "article :is(button, input, select, textarea, summary, a[href]):not(:disabled)"
+        mark = "filter((one) => one.checkVisibility()).forEach((one, index) => (one.dataset.stop = index))"
+        page.evaluate(f"[...document.querySelectorAll('{controls}')].{mark}")
+        wanted = page.locator("[data-stop]").count()
+        page.locator("article").evaluate("one => { one.tabIndex = -1; one.focus(); }")
+        reached = set()
+        for _ in range(wanted + 60):
+            page.keyboard.press("Tab")
+            at = page.evaluate("document.activeElement?.dataset?.stop")
+            if at is not None:
+                reached.add(at)
+            if len(reached) == wanted:
+                break
+        assert len(reached) == wanted

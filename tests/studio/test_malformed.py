@@ -23,7 +23,7 @@ POSTS = {
 
 
 def post(studio: Served, path: str, body: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(urlsplit(studio.address).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(studio.address).netloc, timeout=120)
     connection.request("POST", path, body.encode(), {"content-type": "application/json"})
     response = connection.getresponse()
     return response.status, response.read().decode()
@@ -45,7 +45,7 @@ def test_what_is_no_json_is_the_client_s_error(studio: Served, body: str) -> Non
 
 
 def test_a_large_body_is_refused(studio: Served) -> None:
-    connection = http.client.HTTPConnection(urlsplit(studio.address).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(studio.address).netloc, timeout=120)
     connection.putrequest("POST", "/api/trial")
     connection.putheader("content-type", "application/json")
     connection.putheader("content-length", str(BODY_BYTES + 1))

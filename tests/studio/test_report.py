@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from oncurve.errors import OncurveError
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
-from oncurve.studio.report import chart, report_html, ticks
-from tests.studio.samples import HOSTILE, make_free_run, make_run
+from oncurve.studio.report import chart, report_html, ticks, title_of
+from tests.studio.samples import HOSTILE, eval_report, make_free_run, make_run, step_report
 
 
 class Elements(HTMLParser):
@@ -70,6 +72,18 @@ def test_ticks_are_round() -> None:
     assert ticks(3.0, 3.0) == [3.0]
 
 
+def test_titles_and_numbers_are_those_of_people() -> None:
+    assert [title_of(name) for name in ("kl", "no_signal_share", "clip_share", "memory_mib", "sample_tokens_per_s")] == [
+        "KL to the reference",
+        "Groups without signal",
+        "Clip fraction",
+        "Memory MiB",
+        "Sample tokens per second",
+    ]
+    texts = re.findall(r"<text[^>]*>([^<]+)</text>", chart("no_signal_share", [(1, 0.0), (2, 0.5), (3, 1.0)]))
+    assert texts == ["0 %", "50 %", "100 %", "1", "2", "3"]
+
+
 def test_a_chart_passes_over_what_is_no_number() -> None:
     charts = chart("loss", [(1, 1.0), (2, float("nan")), (3, 2.0)])
     line = re.search(r'points="([^"]+)"', charts)
@@ -77,3 +91,25 @@ def test_a_chart_passes_over_what_is_no_number() -> None:
     assert len(line[1].split()) == 2
     assert "no value" in chart("loss", [(1, float("nan"))])
     assert "polyline" in chart("flat", [(1, 0.5)])
+
+
+def test_the_summary_comes_first_and_the_rest_unfolds(tmp_path: Path) -> None:
+    """Results, verdicts and main curves before the first fold; no curve twice; entropy is that of everything sampled."""
+    run = make_run(tmp_path, "run", steps=0, finished=False)
+    with RunWriter.open(run.path) as store:
+        for step in (1, 2, 3):
+            report = step_report(step)
+            store.record_step(replace(report, metrics={**report.metrics, "sampled_entropy": 0.25}))
+        store.record_eval(eval_report(3, 0.75))
+        store.record_event("warning", "grpo 2: entropy is low. Raise it", stage="grpo", step=2)
+    text = report_html(run)
+    summary, _, rest = text.partition("<details")
+    assert "Best held-out accuracy <b>75.0 %</b> of 2 prompts at grpo 3, from 50.0 % at grpo 0" in summary
+    assert "entropy is low." in summary
+    assert "Raise it" in summary
+    assert 1 <= summary.count("<svg") <= 7
+    assert "title='sampled_entropy'" in summary
+    assert "title='entropy'" in rest
+    titles = re.findall(r"<h3 title='([^']+)'", text)
+    assert len(titles) == len(set(titles))
+    assert all(part in rest for part in ("All evaluations", "All curves of grpo", "Best groups", "[[stages]]"))

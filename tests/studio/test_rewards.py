@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from oncurve.errors import RewardError
 from oncurve.recipe.load import parse_recipe
+from oncurve.records import Aspect
 from oncurve.runs.database.writer import RunWriter
 from oncurve.studio.rewards import Trial, rewards_of, run_trial, spread_steps
 from tests.studio.samples import TEXTS as SAMPLED
@@ -53,6 +55,32 @@ def test_the_rewards_reasons(studio: Served) -> None:
     assert answer["failures"] == 4
     assert answer["reasons"][0]["said"] == "ValueError: no number here"
     assert answer["reasons"][0]["example"]["step"] == 4
+
+
+def test_alike_reasons_are_one_and_failures_come_first(tmp_path: Path) -> None:
+    """Of five completions two have other numbers in quotes and the same sentence; one reward failed."""
+    said = [(1.0, "'3' is right"), (0.0, "'4' is not '3'"), (0.0, "'5' is not '3'"), (0.25, "no answer found")]
+    report = step_report(1)
+    group = report.groups[0]
+    aspects = [Aspect("answer", value, 1.0, reason=reason) for value, reason in said]
+    scored = [replace(one, aspects=(aspect,)) for one, aspect in zip(group.scored.scored, aspects, strict=True)]
+    run = make_run(tmp_path, "run", steps=0)
+    with RunWriter.open(run.path) as store:
+        graded = replace(group, scored=replace(group.scored, scored=tuple(scored)))
+        store.record_step(replace(report, groups=(graded,), stats=()))
+        failed = [replace(scored[0], aspects=(Aspect("answer", None, 1.0, failure="ValueError: no"),)), *scored[1:]]
+        graded = replace(group, scored=replace(group.scored, scored=tuple(failed)))
+        store.record_step(replace(report, step=2, groups=(graded,), stats=()))
+    with served(tmp_path) as here:
+        answer = here.ask("/api/runs/run/rewards").json["said"][0]
+    found = [(reason["said"], reason["times"], reason["value"]) for reason in answer["reasons"]]
+    # The evaluation that every sample run has adds one right and one wrong answer.
+    assert found[0] == ("ValueError: no", 1, None)
+    assert found[1] == ("'…' is not '…'", 5, 0.0)
+    assert ("no answer found", 2, 0.25) in found
+    assert ("'3' is right", 2, 1.0) in found
+    # Twenty parts from 0 to 1: 0 in the first, 0.25 in the sixth, 1 in the last.
+    assert [(index, count) for index, count in enumerate(answer["bins"]) if count] == [(0, 5), (5, 2), (19, 2)]
 
 
 def test_the_audit_of_a_run(tmp_path: Path) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import json
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from urllib.parse import quote
@@ -14,11 +14,13 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
+from oncurve.records import Prompt
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.curves import Follower, curves, downsample
 from oncurve.studio.groups import token_texts
-from oncurve.studio.run_list import overview
+from oncurve.studio.run_list import NOTES, flatten, overview
+from oncurve.studio.server import STATIC
 from tests.studio.samples import HOSTILE, completion, make_free_run, make_run, step_report
 from tests.studio.serving import Served, served
 
@@ -32,6 +34,15 @@ def test_the_list_shows_every_folder(studio: Served) -> None:
         assert runs[broken]["status"] == "broken", broken
         assert runs[broken]["reason"]
     assert "newer version" in runs["newer"]["reason"]
+
+
+def test_prometheus_reads_every_run(studio: Served) -> None:
+    text = studio.ask("/metrics").body.decode()
+    assert 'oncurve_run_status{run="sums-1",status="finished"} 1\n' in text
+    assert 'oncurve_run_steps{run="sums-1",stage="grpo"} 4\n' in text
+    assert 'oncurve_run_accuracy{run="sums-1"} 0.5\n' in text
+    assert 'oncurve_run_metric{run="sums-1",metric="reward"} ' in text
+    assert 'oncurve_run_status{run="torn",status="broken"} 1\n' in text
 
 
 @pytest.mark.parametrize("name", ["foreign", "torn", "bad-json", "newer", "no-database"])
@@ -116,6 +127,23 @@ def test_failures_cuts_and_steps_are_shown(studio: Served) -> None:
     assert data[3]["aspects"][2]["steps"] == [[2, 0.5], [5, -1.0]]
 
 
+def test_a_conversation_is_listed_by_what_the_user_says_last(tmp_path: Path) -> None:
+    report = step_report(1)
+    said = [("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi"), ("user", "1+2=")]
+    messages = tuple({"role": role, "content": text} for role, text in said)
+    first = report.groups[0]
+    asked = dataclasses.replace(first.scored.group, prompt=Prompt("chat/1", messages=messages))
+    run = make_run(tmp_path, "chat", steps=0)
+    with RunWriter.open(run.path) as store:
+        group = dataclasses.replace(first, scored=dataclasses.replace(first.scored, group=asked))
+        store.record_step(dataclasses.replace(report, groups=(group,), stats=()))
+    with served(tmp_path) as here:
+        step = here.ask("/api/runs/chat/step?stage=grpo&step=1").json
+        found = here.ask("/api/runs/chat/search?kind=train").json
+    assert [group["prompt"] for group in step["groups"]] == ["1+2="]
+    assert {one["prompt"] for one in found["completions"]} == {"1+2="}
+
+
 def test_held_out_groups_too(studio: Served) -> None:
     data = studio.ask("/api/runs/sums-1/group?stage=grpo&step=4&position=1&kind=eval").json
     assert data["completions"][0]["advantage"] is None
@@ -126,6 +154,13 @@ def test_a_prompt_through_training(studio: Served) -> None:
     visits = studio.ask("/api/runs/sums-1/prompt?id=sums/2").json["asked"]
     assert [(one["step"], one["group"]) for one in visits] == [(1, 0), (2, 0), (3, 0), (4, 0)]
     assert visits[0]["mean"] == pytest.approx(0.55)
+    solved = []
+    for one in visits:
+        group = studio.ask(f"/api/runs/sums-1/group?stage=grpo&step={one['step']}&position={one['group']}").json
+        answers = [a["value"] for c in group["completions"] for a in c["aspects"] if a["name"] == "answer"]
+        solved.append(sum(value is not None and value >= 1 for value in answers))
+    assert [one["solved"] for one in visits] == solved
+    assert any(solved)
 
 
 @pytest.mark.parametrize(
@@ -185,7 +220,7 @@ def test_pieces_without_a_tokenizer_are_characters_and_tags() -> None:
 
 def test_a_live_run_is_followed(tmp_path: Path) -> None:
     run = make_run(tmp_path, "live", steps=1, finished=False)
-    with served(tmp_path) as found, urllib.request.urlopen(found.address + "/api/live?run=live", timeout=10) as stream:
+    with served(tmp_path) as found, urllib.request.urlopen(found.address + "/api/live?run=live", timeout=120) as stream:
         lines = (line.decode().rstrip("\n") for line in stream)
         assert next(line for line in lines if line.startswith("event")) == "event: ready"
         with RunWriter.open(run.path) as store:
@@ -243,7 +278,70 @@ def test_reading_writes_nothing(runs_dir: Path, studio: Served) -> None:
         "rewards",
     ):
         assert studio.ask(f"/api/runs/sums-1/{what}").status == 200
-    time.sleep(0.05)
     assert all(
         path.read_bytes() == content for path, content in before.items() if path.name in ("run.db", "run.json", "recipe.toml")
     )
+
+
+def test_responses_are_compressed_but_streams_are_not(studio: Served) -> None:
+    """urllib does not decompress: the body is what was sent."""
+    accepts = {"accept-encoding": "gzip"}
+    plain = studio.ask("/api/runs/sums-1/curves")
+    packed = studio.ask("/api/runs/sums-1/curves", accepts)
+    assert "content-encoding" not in plain.headers
+    assert packed.headers["content-encoding"] == "gzip"
+    assert gzip.decompress(packed.body) == plain.body
+    assert len(packed.body) < len(plain.body) / 3
+    script = next(path.name for path in (STATIC / "assets").glob("index-*.js"))
+    asset = studio.ask(f"/assets/{script}", accepts)
+    assert gzip.decompress(asset.body) == (STATIC / "assets" / script).read_bytes()
+    assert asset.headers["cache-control"].startswith("public")
+    with urllib.request.urlopen(urllib.request.Request(f"{studio.address}/api/live?run=sums-1", headers=accepts)) as stream:
+        assert stream.headers.get("content-encoding") is None
+        assert stream.readline() == b"retry: 1000\n"
+
+
+def test_other_axes_than_the_step(tmp_path: Path) -> None:
+    """Completions, tokens and seconds add up; an axis that was not recorded at every step is left out."""
+    run = make_run(tmp_path, "axes", steps=0, finished=False)
+    with RunWriter.open(run.path) as store:
+        for step in (1, 2, 3):
+            report = step_report(step)
+            metrics = {**report.metrics, "tokens": 10.0 * step}
+            store.record_step(dataclasses.replace(report, metrics=metrics))
+    (stage,) = curves(run)["stages"]
+    assert stage["axes"]["samples"] == {"steps": [1, 2, 3], "values": [12, 24, 36]}
+    assert stage["axes"]["tokens"] == {"steps": [1, 2, 3], "values": [10.0, 30.0, 60.0]}
+    assert stage["axes"]["seconds"]["values"] == pytest.approx([0.75, 1.5, 2.25])
+    follower = Follower(tmp_path, "axes", {"grpo": 2}, 1)
+    (event, data), *_ = follower.news()
+    assert (event, data["step"], data["axes"]) == ("step", 3, {"samples": 12, "tokens": 30.0, "seconds": pytest.approx(0.75)})
+    with RunWriter.open(run.path) as store:
+        store.record_step(step_report(4))
+    assert "tokens" not in curves(run)["stages"][0]["axes"]
+
+
+def test_notes_and_tags(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "noted")
+    with served(tmp_path) as here:
+        notes = {"tags": ["a", "b"], "note": "\u00e9"}
+        assert here.ask("/api/runs/noted/notes", body=notes).json == notes
+        assert here.ask("/api/runs").json[0]["notes"] == notes
+        for bad in ({"tags": ["x" * 41]}, {"tags": ["a,b"]}, {"note": "x" * 4001}, {"other": 1}, {"tags": ["t"] * 21}):
+            assert here.ask("/api/runs/noted/notes", body=bad).status == 422
+        assert here.ask("/api/runs/nobody/notes", body=notes).status == 404
+        assert here.ask("/api/runs").json[0]["notes"] == notes
+        assert here.ask("/api/runs/noted/notes", body={"tags": ["c"]}).json == {"tags": ["c"], "note": "\u00e9"}
+        assert here.ask("/api/runs/noted/notes", body={"note": ""}).json == {"tags": ["c"], "note": ""}
+        (run.path / NOTES).write_text("{")
+        assert here.ask("/api/runs").json[0]["notes"] == {"tags": [], "note": ""}
+        assert here.ask("/api/runs").json[0]["status"] == "finished"
+
+
+def test_settings_of_recipes_by_dotted_key() -> None:
+    recipe = {"seed": 1, "model": {"tiny": {"layers": 2}}, "rewards": [{"type": "answer"}, {"type": "format"}], "sinks": []}
+    stages = [{"type": "sft", "steps": 3}, {"type": "grpo", "name": "late", "kl": {"beta": 0.1}}]
+    assert flatten({**recipe, "stages": stages}) == {
+        "seed": 1, "model.tiny.layers": 2, "rewards.0.type": "answer", "rewards.1.type": "format", "sinks": [],
+        "sft.type": "sft", "sft.steps": 3, "late.type": "grpo", "late.name": "late", "late.kl.beta": 0.1,
+    }  # fmt: skip

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 from playwright.sync_api import expect
 
+from oncurve.errors import ModelError
 from oncurve.recipe.load import dump_recipe, load_recipe, parse_recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.studio.auth import COOKIE
+from oncurve.studio.model_servers import ModelServers
 from oncurve.studio.server import make_app
 from tests.studio.browsing import a_browser, a_page
 from tests.studio.samples import make_run
@@ -151,17 +153,17 @@ def test_what_is_allowed_and_ticked_runs(tmp_path: Path, monkeypatch: pytest.Mon
     with endpoint() as (address, keys_sent), served(tmp_path, TOKEN, allow_code=True) as allowing:
         run_with(tmp_path, "theirs", rewards=[filled(CODE["a splitter"], tmp_path)])
         run_with(tmp_path, "judged", rewards=[filled(KEYS["a judge"], tmp_path, address)])
-        data = allowing.ask("/api/trial?run=theirs&trusted=true", COOKIES, body=trial_body(), timeout=60)
+        data = allowing.ask("/api/trial?run=theirs&trusted=true", COOKIES, body=trial_body())
         assert (data.status, len(data.json["completions"])) == (200, 2)
         assert (tmp_path / "ran").exists()
-        data = allowing.ask("/api/trial?run=judged&trusted=true", COOKIES, body=trial_body(), timeout=60)
+        data = allowing.ask("/api/trial?run=judged&trusted=true", COOKIES, body=trial_body())
         assert data.status == 200
     assert keys_sent[0] == f"Bearer {SECRET}"
 
 
 def test_plain_rewards_never_ask(studio: Served) -> None:
     names: list[dict[str, Any]] = [{"type": "answer", "name": "judge"}, {"type": "format", "name": "function", "weight": 0.1}]
-    assert studio.ask("/api/trial", body=trial_body(*names), timeout=60).status == 200
+    assert studio.ask("/api/trial", body=trial_body(*names)).status == 200
     assert studio.ask("/api/runs/sums-1/rewards").json["asks"] == []
 
 
@@ -199,14 +201,40 @@ def test_no_model_with_code_is_loaded_without_the_flag_and_the_tick(kind: str, t
             assert "runs Python" in data.json["error"]["what"]
 
 
-def test_a_run_elsewhere_is_no_model_folder(tmp_path: Path) -> None:
-    """A folder that is both would be opened as a run, with a recipe that the studio has not checked."""
+@pytest.mark.parametrize("name", ["theirs", "theirs@grpo-2", "theirs@best"])
+def test_a_run_elsewhere_is_no_model_folder(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose path also names a run, or a checkpoint of one, would be opened as that run, with a recipe that the studio
+    has not checked."""
     run = run_with(tmp_path / "elsewhere", "theirs", model={"trust_remote_code": True})
-    (run.path / "config.json").write_text("{}")
+    (run.checkpoints / "grpo-000002").mkdir(parents=True)
+    folder = run.path.with_name(name)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
     (tmp_path / "runs").mkdir()
+    started: list[str] = []
+    monkeypatch.setattr(ModelServers, "_start", lambda self, target, trusted: started.append(target))
     with served(tmp_path / "runs") as plain:
-        assert plain.ask("/api/playground/open", body={"target": str(run.path)}).status == 422
-        assert plain.ask("/api/playground").json["there"] == []
+        for trusted in (False, True):
+            data = plain.ask("/api/playground/open", body={"target": str(folder), "trusted": trusted})
+            assert data.status == 422
+            assert "no such model" in data.json["error"]["what"]
+    assert started == []
+
+
+def test_a_tick_without_anything_to_agree_to_is_no_agreement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a model gets --trust only for what the studio found, showed and was allowed."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    trusts: list[bool] = []
+
+    def start(self: ModelServers, target: str, trusted: bool) -> None:
+        trusts.append(trusted)
+        raise ModelError(target, "not started", because="this is a test", fix="none")
+
+    monkeypatch.setattr(ModelServers, "_start", start)
+    with served(tmp_path) as plain:
+        plain.ask("/api/playground/open", body={"target": str(tmp_path / "model"), "trusted": True})
+    assert trusts == [False]
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 
 import torch
+from transformers import GenerationConfig
 
 from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.models.policy import Policy
@@ -39,6 +40,14 @@ def test_greedy_answers_are_those_of_the_model_and_the_same_each_time() -> None:
     assert out.getvalue() == text + "\n"
     assert chat.ask("1+2=", io.StringIO()) == text
     assert chat.messages == []
+
+
+def test_answers_are_those_of_the_policy_and_not_of_its_generation_config() -> None:
+    """Qwen2.5 comes with a repetition penalty, others with tokens to exclude: the trained policy has neither."""
+    plain, configured = policy(), policy()
+    configured.model.generation_config = GenerationConfig(repetition_penalty=5.0, no_repeat_ngram_size=1, suppress_tokens=[5])
+    texts = [Chat(model, ChatSettings(max_new_tokens=12)).ask("1+2=", io.StringIO()) for model in (plain, configured)]
+    assert texts[0] == texts[1]
 
 
 def test_a_chat_model_remembers_until_told_to_forget() -> None:

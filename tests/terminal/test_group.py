@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from rich.console import Console
 
-from oncurve.records import Completion
+from oncurve.records import Completion, EpisodeRecord, Outcome
 from oncurve.terminal.group import GroupTable, render_group, turns_text
 from tests.terminal.builders import graded_group
 
@@ -37,12 +39,33 @@ def test_a_table_has_one_line_per_completion_at_any_width(width: int) -> None:
     assert lines[5].split()[:4] == ["–", "–", "failed", "3"]
 
 
+def test_a_completion_without_text_is_shown_as_empty() -> None:
+    group = graded_group(["", "7"], [1.0, 0.0], [1.0, -1.0])
+    assert render(GroupTable(group), 80)[2].rstrip().endswith("3  (empty)")
+    assert [line.strip() for line in render(render_group(group), 80)].count("(empty)") == 1
+
+
 def test_in_full_no_text_is_shortened() -> None:
     text = " ".join(" ".join(render(render_group(GROUP), 100)).split())
     assert text.count("and long") == 30
     assert "answer failed: ValueError: odd" in text
     assert "not graded" in text
     assert "12+34=" in text
+
+
+def test_in_full_the_second_line_of_a_headline_is_indented() -> None:
+    lines = [line.rstrip() for line in render(render_group(GROUP), 40)]
+    head = next(number for number, line in enumerate(lines) if line.startswith("1. advantage +1.25"))
+    assert lines[head + 1].startswith("   ")
+
+
+def test_in_full_an_episode_that_failed_says_why() -> None:
+    scored = GROUP.scored.scored[0]
+    episode = EpisodeRecord((), Outcome(failure="search took more than 10 s"))
+    failed = replace(scored, completion=replace(scored.completion, episode=episode))
+    group = replace(GROUP, scored=replace(GROUP.scored, scored=(failed, *GROUP.scored.scored[1:])))
+    lines = [line.strip() for line in render(render_group(group), 100)]
+    assert lines.count("search took more than 10 s") == 1
 
 
 def spelled(text: str, policy: str) -> Completion:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oncurve.terminal.text import BARS, clean, duration, number, percent, score, shorten, signed, size, sparkline
+from oncurve.errors import printable
+from oncurve.terminal.text import BARS, duration, number, percent, score, shorten, signed, size, sparkline
 
 
 def test_a_curve_rises_from_the_lowest_bar_to_the_highest() -> None:
@@ -56,7 +57,7 @@ def test_shares_scores_times_and_sizes() -> None:
 
 
 def test_a_model_can_not_move_the_cursor() -> None:
-    assert clean("a\x1b[2Jb\x07\tc\nd") == "a�[2Jb�\tc\nd"
+    assert printable("a\x1b[2Jb\x07\tc\nd") == "a�[2Jb�\tc\nd"
     assert shorten("one\ntwo\r\nthree", 20) == "one⏎two⏎three"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from oncurve.agents.tool_environment import ToolEnvironment
 from oncurve.distributed.world import World
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.recipe.schema.sections import Engine, Evaluation, Sampling
@@ -136,3 +137,10 @@ def test_a_stage_that_does_not_sample_is_measured_as_the_last_one_that_does() ->
     assert answer_sampling(short, short.stages[1], policy(), prompts).min_new_tokens == 3
     offline = whole.model_copy(update={"stages": whole.stages[:1]})
     assert answer_sampling(offline, offline.stages[0], policy(), prompts) == Sampling(temperature=0.0, max_new_tokens=124)
+
+    class Adds:
+        def reset(self) -> str:
+            return "a text for the end of the prompt"
+
+    acting = [Prompt(id="p", text="1+1=", environment=ToolEnvironment([], Adds))]
+    assert answer_sampling(offline, offline.stages[0], policy(), acting).max_new_tokens == 62, "room for what `reset` adds"

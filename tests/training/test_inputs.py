@@ -93,6 +93,8 @@ def test_a_changed_input_stops_a_resume_until_it_is_accepted(here: Path, change:
     with RunReader.open(run.path) as store:
         (event,) = store.events("inputs")
     assert shown in event.message
+    (check,) = [check for check in verify(run) if check.name == "inputs"]
+    assert (check.mark, shown in check.message) == ("note", True), "verify does not forget it"
 
 
 def test_a_removed_input_is_noticed(here: Path) -> None:

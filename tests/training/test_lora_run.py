@@ -19,7 +19,8 @@ from tests.training.stages.test_iterative_grpo import in_slices
 
 
 def test_a_run_with_an_adapter_ends_in_the_same_bits_and_exports_a_plain_model(tmp_path: Path) -> None:
-    config = recipe("model.lora.rank=2", "grpo.kl.beta=0.1", "grpo.kl.refresh_every=2", "task.heldout=3", "grpo.save_every=2")
+    means = ("grpo.kl.beta=0.1", "grpo.kl.refresh_every=1", "grpo.kl.refresh_mix=0.3", "grpo.entropy.target=9")
+    config = recipe("model.lora.rank=2", *means, "grpo.entropy.top_share=0.5", "task.heldout=3", "grpo.save_every=2")
     full, sliced = begin(config, out=tmp_path / "whole"), in_slices(config, tmp_path / "sliced")
     one, other = (load_file(run.model / "model.safetensors") for run in (full, sliced))
     assert all(torch.equal(one[name], other[name]) for name in one)

@@ -7,13 +7,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from oncurve.models.packing import PrefixGroup, build_pack
+from oncurve.models.policy import Policy
 from oncurve.training.stages.dpo import DpoLoop
 from oncurve.training.stages.sft import SftLoop
 from oncurve.training.start import task_for
 from oncurve.training.timing import DevicePhases, matmul_rate, model_flops
 from tests.faults.cases import SFT, recipe
+from tests.models.architectures import tokenizer
+from tests.models.test_experts import mixture
 from tests.training.builders import policy
 from tests.training.stages import test_dpo
 
@@ -44,6 +48,21 @@ def test_flops_by_hand() -> None:
     forward = 2 * (7 * weights + 6 * 32 * 19) + 4 * 32 * 25
     assert model_flops(model, [pack], forward=1, backward=0) == forward
     assert model_flops(model, [pack, pack], forward=2, backward=1) == 2 * (2 * forward + 2 * forward)
+
+
+def test_flops_of_experts_are_those_that_a_token_takes() -> None:
+    """As torch counts them in the model's own forward, whose attention it does not count."""
+    model = Policy(mixture("qwen3_moe"), tokenizer())
+    ids = np.arange(3, 12, dtype=np.int64)
+    pack = build_pack([PrefixGroup(ids[:1], (ids,), (0,))], model.device)
+    plain = mixture("qwen3_moe")
+    plain.set_experts_implementation("eager")  # torch does not count those of other implementations
+    with FlopCounterMode(display=False) as counted, torch.no_grad():
+        plain.model(torch.tensor(ids)[None], use_cache=False)
+    heads, _, head_size = model.attention_sizes
+    attention = 4 * heads * head_size * model.model.config.num_hidden_layers * pack.scores
+    head = 2 * 9 * model.head.weight_VD.numel()
+    assert model_flops(model, [pack], forward=1, backward=0) - attention - head == counted.get_total_flops()
 
 
 def test_the_matmul_rate_is_measured_once_and_changes_no_random_number() -> None:

@@ -116,7 +116,7 @@ def test_what_is_compared_is_there(versions: tuple[Done, Done]) -> None:
     """A comparison of nothing would pass."""
     then = {name: contents(versions[0].fresh / "runs" / name) for name in RUNS}
     for name, found in then.items():
-        assert {"table metrics", "table evals", "table steps", "model/model.safetensors", "recipe.toml"} <= found.keys(), name
+        assert {"table metrics", "table evals", "table steps", "model/model.safetensors", "table recipe"} <= found.keys(), name
         assert all(found[f"table {table}"] for table in ("metrics", "evals", "steps", "tokens", "completions", "groups"))
         assert any(file.startswith("checkpoints/") and file.endswith("optimiser.safetensors") for file in found)
     assert "reward_models/reward_model/model.safetensors" in then["reward_model"]

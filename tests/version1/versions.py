@@ -15,14 +15,15 @@ import sqlite3
 import subprocess
 import sys
 import tarfile
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save
 
 COMMIT = "f0833fdd421e9b72c08677b3de81b5b55e07986f"
 """Version 1."""
@@ -228,12 +229,21 @@ def is_of_the_machine(metric: str) -> bool:
 
 
 def contents(run: Path) -> dict[str, Any]:
-    """All that two identical runs have in common: rows of every table but for times, and every other file's digest."""
+    """All that two identical runs have in common: rows of every table but for times, the recipe's keys as one row more, and
+    every other file's digest."""
     with closing(sqlite3.connect(f"file:{run / 'run.db'}?mode=ro", uri=True)) as store:
         names = [row[0] for row in store.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         tables = {f"table {name}": _rows(store, name) for name in names if name not in {"events", "meta"}}
+    tables["table recipe"] = [dict(_keys(tomllib.loads((run / "recipe.toml").read_text())))]
     files = [file for file in run.rglob("*") if file.is_file() and not _is_apart(file.relative_to(run))]
-    return tables | {str(file.relative_to(run)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+    return tables | {str(file.relative_to(run)): hashlib.sha256(_bytes_of(file)).hexdigest() for file in files}
+
+
+def _bytes_of(file: Path) -> bytes:
+    """A file's bytes; of dpo's log-probs without the digest of their rows, which version 1 did not store."""
+    if file.name != "reference_logps.safetensors":
+        return file.read_bytes()
+    return save({name: array for name, array in load_file(file).items() if name != "rows"})
 
 
 def _rows(store: sqlite3.Connection, table: str) -> list[Mapping[str, Any]]:
@@ -243,10 +253,21 @@ def _rows(store: sqlite3.Connection, table: str) -> list[Mapping[str, Any]]:
     return [row for row in found if table != "metrics" or not is_of_the_machine(row["name"])]
 
 
+def _keys(table: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key of nested tables with its value, as in ``rewards.0.type``."""
+    for key, value in table.items():
+        if isinstance(value, list):
+            value = dict(enumerate(value))
+        if isinstance(value, dict):
+            yield from _keys(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def _is_apart(file: Path) -> bool:
     """Of one process or moment alone; or, as a manifest, a list of what is compared itself, with the version's number."""
     return (
-        file.parts[0] in ("run.json", "run.lock", "actors", "inputs.json", "sources")
+        file.parts[0] in ("recipe.toml", "run.json", "run.lock", "actors", "inputs.json", "sources")
         or file.parts[0].startswith("run.db")
         or file.name == "manifest.json"
     )

@@ -11,6 +11,8 @@ import pytest
 
 from oncurve.workers.pool import WorkerDiedError, WorkerFailedError, Workers
 
+PATIENCE_S = 120.0
+"""For jobs that end by themselves: a busy machine may need seconds to start Python."""
 SCRIPT = """
 import os, sys, time
 sys.path.insert(0, {home!r})
@@ -50,31 +52,31 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workers]:
 
 
 def test_answers(workers: Workers) -> None:
-    (answer, pid) = workers.ask({"a": ["ü\n", 1.5, None]}, 5.0)
+    (answer, pid) = workers.ask({"a": ["ü\n", 1.5, None]}, PATIENCE_S)
     assert answer == {"a": ["ü\n", 1.5, None]}
-    assert workers.ask("again", 5.0) == ["again", pid]
-    assert [answer[0] for answer in workers.ask_all(list(range(40)), 5.0)] == list(range(40))
-    assert len(workers.ask("x" * 3_000_000, 5.0)[0]) == 3_000_000
+    assert workers.ask("again", PATIENCE_S) == ["again", pid]
+    assert [answer[0] for answer in workers.ask_all(list(range(40)), PATIENCE_S)] == list(range(40))
+    assert len(workers.ask("x" * 3_000_000, PATIENCE_S)[0]) == 3_000_000
 
 
 @pytest.mark.parametrize("job", ["hang", "hang in C", "children"])
 def test_a_job_that_hangs_is_stopped_and_the_next_gets_a_new_process(workers: Workers, job: str) -> None:
-    for _ in range(2):
-        workers.ask_all(["warm", "up"], 5.0)
-    before, began = set(workers.pids), time.monotonic()
+    end = time.monotonic() + PATIENCE_S
+    while len(workers.pids) < 2 and time.monotonic() < end:  # on a busy machine one process may take both jobs
+        workers.ask_all(["warm", "up"], PATIENCE_S)
+    before = set(workers.pids)
     with pytest.raises(TimeoutError, match=r"more than 0\.3 s"):
         workers.ask(job, 0.3)
-    assert time.monotonic() - began < 20
     assert len(before & set(workers.pids)) == 1
     (gone,) = before - set(workers.pids)
     assert not _group_runs(gone)
-    assert workers.ask("next", 5.0)[0] == "next"
+    assert workers.ask("next", PATIENCE_S)[0] == "next"
 
 
 def test_a_worker_that_dies(workers: Workers) -> None:
     with pytest.raises(WorkerDiedError, match="exit code 3"):
-        workers.ask("die", 5.0)
-    assert [type(answer).__name__ for answer in workers.ask_all(["die", "a", "die", "b"], 5.0)] == [
+        workers.ask("die", PATIENCE_S)
+    assert [type(answer).__name__ for answer in workers.ask_all(["die", "a", "die", "b"], PATIENCE_S)] == [
         "WorkerDiedError",
         "list",
         "WorkerDiedError",
@@ -83,18 +85,18 @@ def test_a_worker_that_dies(workers: Workers) -> None:
 
 
 def test_a_worker_killed_between_jobs_is_replaced(workers: Workers) -> None:
-    _, pid = workers.ask("first", 5.0)
+    _, pid = workers.ask("first", PATIENCE_S)
     os.kill(pid, 9)
-    time.sleep(0.05)
-    assert workers.ask("second", 5.0)[1] != pid
+    wait_for_end(pid)
+    assert workers.ask("second", PATIENCE_S)[1] != pid
 
 
 def test_a_job_that_raises_keeps_its_worker(workers: Workers) -> None:
-    _, pid = workers.ask("first", 5.0)
+    _, pid = workers.ask("first", PATIENCE_S)
     for job, message in [("raise", "ValueError: no"), ("exit", "SystemExit: bye"), ("memory", "MemoryError")]:
         with pytest.raises(WorkerFailedError, match=message):
-            workers.ask(job, 5.0)
-    assert workers.ask("second", 5.0)[1] == pid
+            workers.ask(job, PATIENCE_S)
+    assert workers.ask("second", PATIENCE_S)[1] == pid
 
 
 def test_no_process_outlives_a_killed_trainer(tmp_path: Path) -> None:
@@ -105,18 +107,22 @@ def test_no_process_outlives_a_killed_trainer(tmp_path: Path) -> None:
     parent = tmp_path / "parent.py"
     parent.write_text(
         f"import sys, threading, time\nsys.path.insert(0, {home!r})\nfrom oncurve.workers.pool import Workers\n"
-        f"workers = Workers([sys.executable, {str(script)!r}], 1)\nprint(workers.ask('pid', 5.0)[1], flush=True)\n"
-        "threading.Thread(target=workers.ask, args=('hang in C', 0.5)).start()\ntime.sleep(60)\n"
+        f"workers = Workers([sys.executable, {str(script)!r}], 1)\nprint(workers.ask('pid', {PATIENCE_S})[1], flush=True)\n"
+        "threading.Thread(target=workers.ask, args=('hang in C', 0.5)).start()\ntime.sleep(600)\n"
     )
     process = subprocess.Popen([sys.executable, str(parent)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     pid = int(process.stdout.readline())
     process.kill()
     process.communicate()
-    deadline = time.monotonic() + 20
-    while _runs(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not _runs(pid)
+    wait_for_end(pid)
+
+
+def wait_for_end(pid: int) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while _runs(pid):
+        assert time.monotonic() < deadline, "it does not end"
+        time.sleep(0.02)
 
 
 def _runs(pid: int) -> bool:

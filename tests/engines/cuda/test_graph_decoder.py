@@ -14,6 +14,7 @@ from oncurve.engines.cuda import decode_step, paged_kv_cache, runner
 from oncurve.engines.cuda.graph_decoder import GraphDecoder, bucket
 from oncurve.engines.cuda.runner import CudaRunner
 from oncurve.engines.native.scheduler import Scheduler
+from oncurve.engines.native.turns import build_requests
 from oncurve.errors import ModelError
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.kernels.decode_matmul import ProductTiles
@@ -50,12 +51,12 @@ def sample(policy: Policy, lengths: tuple[int, ...], sampling: Sampling = SAMPLI
 
 
 def requests_for(policy: Policy, prompts: list[Prompt], sampling: Sampling) -> list[SampleRequest]:
-    return [SampleRequest(prompt, policy.encode(prompt), 2, sampling, SampleKey(0, 1)) for prompt in prompts]
+    return build_requests(policy, prompts, 2, sampling, SampleKey(0, 1))
 
 
-def complete(decoder: GraphDecoder, requests: list[SampleRequest], slots: int) -> list[tuple[Completion, ...]]:
+def complete(decoder: GraphDecoder, requests: list[SampleRequest], slots: int, width: int = 1) -> list[tuple[Completion, ...]]:
     """Each request's completions."""
-    scheduler = Scheduler(decoder.policy, CudaRunner.build(decoder, requests, slots), requests)
+    scheduler = Scheduler(decoder.policy, CudaRunner.build(decoder, requests, slots, width), requests)
     return [completions for _, completions in sorted(scheduler.completions(), key=lambda group: group[0])]
 
 
@@ -90,6 +91,7 @@ def test_our_products_agree_with_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(set(taken)) == 3
 
 
+@pytest.mark.slow
 def test_with_a_full_cache_completions_wait_and_get_the_same_bits() -> None:
     """Six pages: three for the longer prompt, and three for completions that need two each. Neighbours change no bit either."""
     policy = Policy(make_model("qwen3"), tokenizer())

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
-from oncurve.engines.base import SampleRequest
-from oncurve.engines.cuda import paged_kv_cache, per_slot, runner
+from oncurve.engines.base import PassCounts, SampleRequest
+from oncurve.engines.cuda import decode_step, paged_kv_cache, per_slot, runner
 from oncurve.engines.cuda.per_slot import PerSlotCudaRunner
 from oncurve.engines.native.session import SampledToken, Session, served_request, torch_session
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
+from tests.engines.cuda.test_drafts import _drafting
 from tests.engines.native.plain import prompt_of
+from tests.engines.native.test_session import converse
 from tests.models.architectures import make_model, tokenizer
 
 SLOTS, LIMIT = 3, 12
@@ -44,14 +48,16 @@ def policy() -> Policy:
     return policy_
 
 
-def open_session(slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None) -> Session:
+def open_session(
+    slots: int = SLOTS, pages: int | None = None, monkeypatch: pytest.MonkeyPatch | None = None, width: int = 1
+) -> Session:
     if pages is not None:
         assert monkeypatch is not None
         room = paged_kv_cache.PagedKVCache.open
         monkeypatch.setattr(
             paged_kv_cache.PagedKVCache, "open", lambda self, first, most, share: room(self, first, min(most, pages), share)
         )
-    runner = PerSlotCudaRunner.open(policy(), slots, LIMIT)
+    runner = PerSlotCudaRunner.open(policy(), slots, LIMIT, width)
     assert runner is not None
     return Session(policy(), runner)
 
@@ -110,6 +116,33 @@ def test_mixed_requests_are_answered_as_by_torch() -> None:
     assert all(t.token_id not in policy().eos_ids for own in by_sample(answers[0][3]) for t in own[:4])
 
 
+@pytest.mark.slow
+def test_drafts_change_no_token_and_wrong_ones_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the prompt and a request's own text; minimum lengths and the likeliest tokens differ by request."""
+    answers = []
+    for session in (open_session(width=3), torch_session(policy(), SLOTS, LIMIT)):
+        numbers = [session.submit(ask(place)) for place in range(4)]
+        found = finish(session)
+        answers.append([found[number] for number in numbers])
+    for here, there in zip(*answers, strict=True):
+        assert_alike(here, there)
+    lone = open_session(width=3)
+    number = lone.submit(ask(3))
+    assert bits(finish(lone)[number]) == bits(answers[0][3])
+    right = {place: [t.token_id for t in own[0]] for place in range(4) for own in [by_sample(answers[0][place])]}
+
+    def guess(text: int, position: int) -> list[int]:
+        """Some slots get what another request has sampled, which is right for some."""
+        return right[(text // 2 + position) % 4][position + 1 : position + 3] or [7, 8]
+
+    monkeypatch.setattr(decode_step, "accept_and_draft", _drafting(guess))
+    session = open_session(width=3)
+    numbers = [session.submit(ask(place)) for place in range(4)]
+    found = finish(session)
+    assert session.runner.counts.drafted > 0
+    assert [bits(found[number]) for number in numbers] == [bits(tokens) for tokens in answers[0]]
+
+
 def test_a_request_gets_the_same_bits_whatever_else_is_served() -> None:
     """One is there from the start, two come later, and one of these leaves in the middle."""
     session = open_session()
@@ -157,6 +190,7 @@ def test_requests_beyond_capacity_wait_and_a_cancelled_one_frees_its_slots() -> 
     assert_nothing_is_left(session)
 
 
+@pytest.mark.slow
 def test_with_a_full_cache_requests_wait_and_no_token_is_streamed_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four pages of four positions: one for each prompt but the shortest, two for a completion of six. What has to start
     again continues where it was."""
@@ -204,7 +238,62 @@ def test_completions_of_one_request_share_the_pages_of_its_prompt() -> None:
     assert_nothing_is_left(session)
 
 
+def test_after_a_prefill_that_fails_other_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server cancels what was running, and continues. Pages that were not prefilled are not kept for a later request."""
+    session, fresh = open_session(slots=2), open_session(slots=2)
+    ids = policy().encode(prompt_of(9))
+    failing = replace(served_request(ids, 1, SETTINGS[0], seed=0), parts=())
+    following = replace(served_request(np.concatenate((ids, ids[:3])), 1, SETTINGS[0], seed=0), parts=(len(ids),))
+
+    def no_memory(self: PerSlotCudaRunner, *arguments: object) -> None:
+        raise torch.OutOfMemoryError("no memory for the pass")
+
+    number = session.submit(failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(PerSlotCudaRunner, "_run", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            session.step()
+    session.cancel(number)
+    assert_nothing_is_left(session)
+    number, expected = session.submit(following), fresh.submit(following)
+    assert bits(finish(session)[number]) == bits(finish(fresh)[expected])
+
+
 def test_warming_up_leaves_nothing_behind() -> None:
     session = open_session()
     session.warm_up()
     assert_nothing_is_left(session)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lengths", [(9, 3, 10), (1, 2, 5)])
+def test_a_prompt_that_continues_another_takes_over_its_pages_and_loses_them_without_a_change_of_bits(
+    lengths: tuple[int, ...],
+) -> None:
+    keeping, losing = open_session(slots=2), open_session(slots=2)
+
+    def lose() -> None:
+        assert isinstance(losing.runner, PerSlotCudaRunner)
+        while losing.runner._drop_prompts():
+            pass
+        assert_nothing_is_left(losing)
+
+    kept, lost = converse(keeping, policy(), lengths, lambda: None), converse(losing, policy(), lengths, lose)
+    assert [bits(tokens) for _, tokens in kept] == [bits(tokens) for _, tokens in lost]
+    prompts = [len(request.prompt_ids) - 1 for request, _ in kept]
+    assert keeping.runner.counts == PassCounts(prefilled=prompts[-1], kept=sum(prompts[:-1]))
+    assert losing.runner.counts == PassCounts(prefilled=sum(prompts))
+    for (_, here), (_, there) in zip(kept, converse(torch_session(policy(), 2, LIMIT), policy(), lengths, lose), strict=True):
+        assert_alike(here, there)
+
+
+@pytest.mark.slow
+def test_kept_prompts_make_room_for_others_if_pages_run_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six pages of four positions: each conversation needs nearly all of them."""
+    free = open_session(slots=2)
+    expected = [converse(free, policy(), lengths, lambda: None) for lengths in ((4, 2), (5, 1))]
+    full = open_session(slots=2, pages=6, monkeypatch=monkeypatch)
+    for turn in range(2):
+        numbers = [(full.submit(calls[turn][0]), calls[turn][1]) for calls in expected]
+        found = finish(full)
+        assert all(bits(found[number]) == bits(tokens) for number, tokens in numbers)

@@ -25,7 +25,9 @@ def pair(name: str) -> tuple[PreTrainedModel, Policy]:
     return copy.deepcopy(model), Policy(model, tokenizer())
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "gemma3") else pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES]
+)
 def test_greedy_text_is_that_of_transformers(name: str) -> None:
     """Of at least 66 tokens, so that every suffix crosses a page."""
     plain, policy = pair(name)

@@ -80,6 +80,17 @@ def test_the_built_in_model_on_several_threads_is_as_exact(threads: int) -> None
         torch.set_num_threads(1)
 
 
+def test_activation_functions_do_not_depend_on_the_slot() -> None:
+    """torch divides 16 × 4864 numbers between three threads, and not between vectors."""
+    policy = Policy(make_model("gemma2", intermediate_size=4864), tokenizer())
+    torch.set_num_threads(3)
+    try:
+        group = sample(policy, POOL[:1], 16, Sampling(max_new_tokens=24, temperature=0.0), slots=16)[0]
+    finally:
+        torch.set_num_threads(1)
+    assert len({bits(c) for c in group.completions}) == 1
+
+
 def test_the_same_call_twice_gives_the_same_bits_and_another_step_others() -> None:
     one, two, later = (sample(policy_of("qwen3"), POOL[:3], 4, SAMPLING, step=step) for step in (1, 1, 2))
     rows = [[bits(c) for g in groups for c in g.completions] for groups in (one, two, later)]

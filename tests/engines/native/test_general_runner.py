@@ -26,6 +26,7 @@ from oncurve.rewards.python_function import FunctionReward
 from oncurve.training.stages.grpo import GrpoLoop
 from oncurve.training.start import begin
 from tests.engines.native.plain import next_logits
+from tests.engines.native.test_parked_slots import SlowEcho, mixed
 from tests.engines.native.test_turns import Echo
 from tests.models.architectures import tokenizer
 from tests.models.test_attention_interface import GENERAL, build, with_larger_weights
@@ -53,10 +54,12 @@ def test_completions_do_not_depend_on_what_else_is_queued(family: str) -> None:
         np.testing.assert_array_equal(one.logps, other.logps)
 
 
+@pytest.mark.parametrize("is_slow", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_environment_replies_within_the_cache(family: str) -> None:
+def test_an_environment_replies_within_the_cache(family: str, is_slow: bool) -> None:
     """Every sampled token has the log-prob of a plain forward over all that was written before it, replies included."""
-    environment = Echo(calls=("a", "b", "c", "d"))
+    calls = ("a", "b", "c", "d")
+    environment = SlowEcho(mixed, calls=calls) if is_slow else Echo(calls=calls)
     opened = policy(family)
     prompt = Prompt(id="p", text="hello", environment=environment)
     group = NativeEngine(opened, Engine(slots=4)).sample([prompt], 4, Sampling(max_new_tokens=30), SampleKey(0, 1))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from oncurve.engines.native.kv_cache import DecodeLayout
 from oncurve.engines.native.sampler_check import check_sampler
 from oncurve.engines.native.session import open_session
 from oncurve.errors import ModelError
+from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine
 from tests.models.architectures import ARCHITECTURES, make_model, tokenizer
@@ -45,7 +47,10 @@ def test_every_runner_has_the_log_probs_of_the_plain_forward(name: str, dtype: t
     check = engine.policy.check
     assert check.sampler_difference is not None
     assert check.sampler_difference < (1e-5 if dtype == torch.float32 else check.tolerance)
-    assert "the sampler's" in engine.log_lines[-1]
+    assert ", of the sampler by " in engine.log_lines[-1]
+    path = engine.log_lines[-1].rpartition("; it runs on: ")[2]
+    is_fused = engine.policy.fast_backbone is not None
+    assert path.startswith("fast path" if is_fused else ("the model's own modules", "general path"))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gptj"])
@@ -58,10 +63,8 @@ def test_a_session_too(name: str) -> None:
 def test_a_sampler_that_ignores_the_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = DecodeLayout.attend
 
-    def without_window(
-        self: DecodeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None
-    ) -> Tensor:
-        return attend(self, layer, q, k, v, scale, None, softcap)
+    def without_window(self: DecodeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        return attend(self, layer, q, k, v, replace(rule, window=None))
 
     opened = policy("gemma2")
     monkeypatch.setattr(DecodeLayout, "attend", without_window)

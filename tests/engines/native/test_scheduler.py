@@ -3,7 +3,10 @@ pages."""
 
 from __future__ import annotations
 
+import threading
 from collections import abc
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.engines.base import SampleKey, SampleRequest
-from oncurve.engines.native.scheduler import RoundResult, Scheduler
+from oncurve.engines.base import PassCounts, SampleKey, SampleRequest
+from oncurve.engines.native.scheduler import RoundResult, Scheduler, TopTokens
 from oncurve.engines.native.sequence import Sequence
-from oncurve.engines.native.torch_runner import HostRound
+from oncurve.engines.native.turns import PureEpisode, begin_episode
 from oncurve.errors import ModelError
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.records import Completion, Ints, Prompt
+from oncurve.records import Completion, Episode, Floats, Ints, Observation, Prompt, Rollout, Turn
 
 EOS, LETTERS, LIMIT = 0, "abcdefg", 12
 
@@ -29,6 +32,8 @@ class LetterPolicy:
 
     def tokenizer(self, text: str, *, add_special_tokens: bool) -> dict[str, list[int]]:
         return {"input_ids": [LETTERS.index(letter) + 1 for letter in text]}
+
+    special_ids = np.array([], np.int64)
 
     def decode(self, ids: Ints) -> str:
         return "".join(LETTERS[i - 1] for i in ids.tolist() if i)
@@ -46,18 +51,68 @@ class Replies:
         return "ga" if len(turns) < 4 else None
 
 
+class SlowReplies:
+    """The same replies from another thread, each turn's after a delay."""
+
+    calls = ("c",)
+
+    def __init__(self, delays: tuple[float, ...]) -> None:
+        self.delays = delays
+
+    def begin(self, rollout: Rollout) -> Episode:
+        return SlowEpisode(PureEpisode(Replies(), rollout), self.delays)
+
+
+class SlowEpisode(PureEpisode):
+    def __init__(self, pure: PureEpisode, delays: tuple[float, ...]) -> None:
+        super().__init__(pure.environment, pure.rollout)
+        self.delays, self.asked = delays, 0
+
+    def answer(self, turn: Turn) -> Future[Observation]:
+        assert turn.index == self.asked, "an environment is asked once for each turn"
+        self.asked += 1
+        answer, future = super().answer(turn).result(), Future[Observation]()
+        threading.Timer(self.delays[turn.index % len(self.delays)], future.set_result, (answer,)).start()
+        return future
+
+
 def token_at(sequence: Sequence, position: int) -> int:
     """One of eight tokens, whatever came before."""
     return int(np.random.default_rng([int(sequence.request.prompt.id), sequence.sample, position]).integers(8))
 
 
+@dataclass(frozen=True)
+class DraftedRound:
+    """Some slots have more tokens than others."""
+
+    token_CS: Ints
+    logp_CS3: Floats
+    count_S: Ints
+
+    def wait(self) -> None: ...
+
+    def read(self, slots_n: Ints, start_n: Ints) -> tuple[Ints, Floats, Ints]:
+        return self.token_CS[:, slots_n].T, self.logp_CS3[:, slots_n].transpose(1, 0, 2), self.count_S[slots_n]
+
+    def top(self, slot: int, position: int, most: int) -> TopTokens:
+        raise NotImplementedError
+
+    def routing(self, slots_n: Ints, start_n: Ints) -> None:
+        """Nothing is recorded."""
+
+    def reply_routing(self) -> tuple[()]:
+        return ()
+
+
 class PagedRunner:
-    """One page per two tokens; a slot's tokens follow from its sequence and position, unless they are forced."""
+    """One page per two tokens; a slot's tokens follow from its sequence and position, unless they are forced. A step samples
+    one token or more, up to ``width``."""
 
-    max_new_tokens, context = LIMIT, 1000
+    max_new_tokens, context, counts, can_constrain = LIMIT, 1000, PassCounts(), False
+    prefilling: abc.Collection[int] = ()
 
-    def __init__(self, slots: int, pages: int, rounds_ahead: int, tokens: int) -> None:
-        self.slots, self.pages, self.rounds_ahead, self.tokens = slots, pages, rounds_ahead, tokens
+    def __init__(self, slots: int, pages: int, rounds_ahead: int, tokens: int, width: int = 1) -> None:
+        self.slots, self.pages, self.rounds_ahead, self.tokens, self.width = slots, pages, rounds_ahead, tokens, width
         self.sequence_in: dict[int, Sequence] = {}
         self.position: dict[int, int] = {}
         self.forced: dict[int, dict[int, int]] = {}
@@ -66,7 +121,7 @@ class PagedRunner:
         self._new: set[int] = set()
         self.is_closed = False
 
-    def free_slots(self, running: abc.Sequence[Sequence | None]) -> list[int]:
+    def free_slots(self, running: abc.Sequence[Sequence | None], waiting: abc.Sequence[Sequence]) -> list[int]:
         return [slot for slot, sequence in enumerate(running) if sequence is None]
 
     def can_admit(self, waiting: abc.Sequence[Sequence], *, idle: bool) -> bool:
@@ -76,6 +131,9 @@ class PagedRunner:
         assert slot not in self.sequence_in
         self._new.add(sequence.group)
         self.sequence_in[slot], self.position[slot], self.forced[slot] = sequence, 0, {}
+
+    def park(self, slot: int) -> None:
+        self.position[slot] = -1
 
     def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> int:
         assert self.sequence_in[slot] is sequence
@@ -90,6 +148,9 @@ class PagedRunner:
 
     def release_prompt(self, group: int) -> None:
         self.prefilled.remove(group)
+
+    def prompt_routing(self, group: int) -> None:
+        """Nothing is recorded."""
 
     def prefill(self) -> None:
         self.prefilled |= self._new
@@ -109,15 +170,19 @@ class PagedRunner:
         return self.tokens
 
     def decode(self, live: abc.Sequence[int], tokens: int) -> RoundResult:
-        token_CS = np.full((tokens, self.slots), -1, np.int64)
+        token_CS, count_S = np.full((tokens * self.width, self.slots), -1, np.int64), np.zeros(self.slots, np.int64)
         for slot in live:
             sequence, start = self.sequence_in[slot], self.position[slot]
             assert sequence.group in self.prefilled
-            for i in range(tokens):
+            assert start >= 0, "a parked slot is not decoded"
+            accepted = np.random.default_rng([start, slot, self.width]).integers(0, self.width, tokens).sum()
+            count_S[slot] = tokens if self.width == 1 else max(min(tokens + accepted, LIMIT - start), 0)
+            for i in range(count_S[slot]):
                 token_CS[i, slot] = self.forced[slot].get(start + i, token_at(sequence, start + i))
-            self.position[slot] = start + tokens
+            self.position[slot] = start + int(count_S[slot])
+            assert min(self.position[slot], LIMIT) <= 2 * self.own_pages[slot]
         logp_CS3 = np.repeat(-token_CS[:, :, None].astype(np.float32) - 1, 3, axis=2)
-        return HostRound(token_CS, logp_CS3)
+        return DraftedRound(token_CS, logp_CS3, count_S)
 
     def weights_changed(self) -> None: ...
 
@@ -162,27 +227,35 @@ SETTINGS = st.builds(
 )
 
 
+ENVIRONMENTS = st.one_of(st.none(), st.builds(Replies), st.builds(SlowReplies, st.tuples(*[st.sampled_from([0.0, 0.001])] * 3)))
+
+
 @settings(max_examples=60, deadline=None)
 @given(
-    groups=st.lists(st.tuples(st.integers(1, 3), SETTINGS, st.booleans()), min_size=1, max_size=5),
+    groups=st.lists(st.tuples(st.integers(1, 3), SETTINGS, ENVIRONMENTS), min_size=1, max_size=5),
     slots=st.integers(1, 5),
     pages=st.integers(6, 20),
     ahead=st.integers(0, 1),
     tokens=st.integers(1, 5),
+    width=st.integers(1, 4),
 )
 def test_completions_do_not_depend_on_slots_pages_and_rounds(
-    groups: list[tuple[int, Sampling, bool]], slots: int, pages: int, ahead: int, tokens: int
+    groups: list[tuple[int, Sampling, Replies | SlowReplies | None]],
+    slots: int,
+    pages: int,
+    ahead: int,
+    tokens: int,
+    width: int,
 ) -> None:
-    """Sequences wait, are preempted and resumed, and end as they would one token after the other."""
-    requests = [
-        SampleRequest(
-            Prompt(str(i), text="a", environment=Replies() if replies else None),
-            np.array([1, 2]), samples, sampling, SampleKey(0, 1),
-        )
-        for i, (samples, sampling, replies) in enumerate(groups)
-    ]  # fmt: skip
+    """Sequences wait, are parked, preempted and resumed, and end as they would one token after the other."""
     policy: Any = LetterPolicy()
-    runner = PagedRunner(slots, pages, ahead, tokens)
+    requests = []
+    for i, (samples, sampling, environment) in enumerate(groups):
+        given: Any = environment
+        prompt, key = Prompt(str(i), text="a", environment=given), SampleKey(0, 1)
+        episodes = () if environment is None else tuple(begin_episode(policy, prompt, key, s) for s in range(samples))
+        requests.append(SampleRequest(prompt, np.array([1, 2]), samples, sampling, key, episodes=episodes))
+    runner = PagedRunner(slots, pages, ahead, tokens, width)
     completions: dict[int, tuple[Completion, ...]] = dict(Scheduler(policy, runner, requests).completions())
     for i, request in enumerate(requests):
         for sample, completion in enumerate(completions[i]):

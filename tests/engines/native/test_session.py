@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -10,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from oncurve.engines.base import SampleRequest
+from oncurve.engines.base import PassCounts, SampleRequest
 from oncurve.engines.native.session import SampledToken, Session, served_request, torch_session
+from oncurve.engines.native.torch_runner import PROMPT_PART, TorchRunner
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
+from oncurve.records import Prompt
 from tests.engines.native.plain import next_logits, prompt_of
 from tests.models.architectures import make_model, make_policy
 
@@ -127,6 +131,19 @@ def test_how_a_completion_stops() -> None:
     assert [t.stop for t in cut] == [None, "length"]
 
 
+def test_a_free_slot_does_not_make_the_others_read_more_pages() -> None:
+    """Every slot reads as many pages as the longest; a server has free slots most of the time."""
+    session = torch_session(policy(), 2, 200)
+    for tokens in (130, 2):
+        session.submit(
+            served_request(policy().encode(prompt_of(9)), 1, Sampling(max_new_tokens=tokens, min_new_tokens=tokens), 0)
+        )
+        while session.requests:
+            session.step()
+    assert isinstance(session.runner, TorchRunner)
+    assert int(session.runner.suffix_length_S.max()) < 64
+
+
 def test_training_is_not_disturbed() -> None:
     """A session over the same policy changes neither its weights nor the grad mode."""
     before = [p.detach().clone() for p in policy().model.parameters()]
@@ -134,3 +151,142 @@ def test_training_is_not_disturbed() -> None:
     streamed(session, {session.submit(ask(0)): 0})
     assert torch.is_grad_enabled()
     assert all(torch.equal(a, b) for a, b in zip(before, policy().model.parameters(), strict=True))
+
+
+def converse(
+    session: Session, model: Policy, lengths: tuple[int, ...], between: Callable[[], None]
+) -> list[tuple[SampleRequest, list[SampledToken]]]:
+    """The calls of one conversation with their tokens. Each continues the one before, with a text of one of these lengths."""
+    calls: list[tuple[SampleRequest, list[SampledToken]]] = []
+    ids, parts = np.zeros(0, np.int64), tuple[int, ...]()
+    for turn, length in enumerate(lengths):
+        ids = np.concatenate((ids, model.encode(prompt_of(length))))
+        request = replace(served_request(ids, 1, Sampling(max_new_tokens=6), seed=turn), parts=parts)
+        tokens = streamed(session, {session.submit(request): 0})[0]
+        calls.append((request, tokens))
+        ids, parts = np.concatenate((ids, [t.token_id for t in tokens])), (*parts, len(ids))
+        between()
+    return calls
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("lengths", [(20, 5, 70, 9), (1, 3, 2)])
+def test_a_prompt_that_continues_another_has_the_same_bits_whether_its_kv_cache_was_kept_or_not(
+    name: str, lengths: tuple[int, ...]
+) -> None:
+    model = make_policy(name)
+    keeping, losing = (torch_session(model, 2, 16) for _ in range(2))
+
+    of_others = PassCounts()
+
+    def fill() -> None:
+        """Other requests take all slots."""
+        nonlocal of_others
+        before = losing.runner.counts
+        others = [served_request(model.encode(prompt_of(n)), 1, Sampling(max_new_tokens=2), seed=n) for n in (7, 8)]
+        streamed(losing, {losing.submit(other): place for place, other in enumerate(others)})
+        of_others += losing.runner.counts - before
+
+    kept, lost = converse(keeping, model, lengths, lambda: None), converse(losing, model, lengths, fill)
+    assert [by_sample(tokens) for _, tokens in kept] == [by_sample(tokens) for _, tokens in lost]
+    prompts = [len(request.prompt_ids) - 1 for request, _ in kept]
+    assert keeping.runner.counts.kept == sum(prompts[:-1])
+    assert keeping.runner.counts.prefilled == prompts[-1], "each token is prefilled once"
+    assert losing.runner.counts - of_others == PassCounts(prefilled=sum(prompts))
+    for request, tokens in kept:
+        ids = np.array([t.token_id for t in tokens])
+        logps_TV = next_logits(make_model(name), request.prompt_ids, ids).log_softmax(-1)
+        assert [t.logp for t in tokens] == pytest.approx(logps_TV[range(len(ids)), ids].tolist(), abs=1e-4)
+
+
+def test_more_conversations_than_slots_all_end_with_the_bits_that_they_have_alone() -> None:
+    """Each call waits for a slot, and takes it from a conversation that waits for its agent."""
+    session, names = torch_session(policy(), 2, 16), range(5)
+    alone = {n: converse(torch_session(policy(), 2, 16), policy(), (10 + n, 4, 6), lambda: None) for n in names}
+    for turn in range(3):
+        numbers = {session.submit(alone[n][turn][0]): n for n in (names, names[::-1])[turn % 2]}
+        found = streamed(session, numbers)
+        assert [by_sample(found[n]) for n in names] == [by_sample(alone[n][turn][1]) for n in names]
+    assert 0 < session.runner.counts.kept < session.runner.counts.prefilled
+
+
+def chunked_request(length: int, seed: int = 0, samples: int = 1, start: str = "x") -> SampleRequest:
+    """A request with a prompt of this length. Prompts of one ``start`` begin alike."""
+    ids = np.concatenate((policy().encode(Prompt("start", text=start)), np.tile(policy().encode(prompt_of(37)), 20)))
+    return served_request(ids[:length], samples, Sampling(max_new_tokens=12), seed, top=2)
+
+
+def bits(session: Session, request: SampleRequest) -> list[list[tuple[object, ...]]]:
+    return by_sample(streamed(session, {session.submit(request): 0})[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "mistral"])
+def test_a_prompt_of_several_parts_has_the_log_probs_of_a_full_forward(name: str) -> None:
+    model = make_policy(name)
+    request = chunked_request(2 * PROMPT_PART + 30)
+    tokens = streamed(session := torch_session(model, 2, 16), {session.submit(request): 0})[0]
+    ids = np.array([t.token_id for t in tokens])
+    logps_TV = next_logits(make_model(name), request.prompt_ids, ids).log_softmax(-1)
+    assert [t.logp for t in tokens] == pytest.approx(logps_TV[range(len(ids)), ids].tolist(), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "lengths", [(300, 380), (380, 300), (256, 300), (300, 256), (257, 257), (128, 129), (129, 128), (127, 200)]
+)
+def test_a_prompt_that_begins_like_another_has_the_same_bits_and_computes_only_what_is_new(lengths: tuple[int, int]) -> None:
+    session = torch_session(policy(), 3, 16)
+    for seed, length in enumerate(lengths):
+        request = chunked_request(length, seed, samples=1 + seed)
+        assert bits(session, request) == bits(torch_session(policy(), 3, 16), request)
+    first, second = lengths
+    shared = second if first == second else min(lengths) // PROMPT_PART * PROMPT_PART
+    kept = max(shared - 1, 0) + second - 1  # its second completion has all of it
+    assert session.runner.counts == PassCounts(prefilled=first - 1 + 2 * (second - 1) - kept, kept=kept)
+
+
+def test_other_prompts_share_nothing() -> None:
+    session = torch_session(policy(), 2, 16)
+    for seed, start in enumerate("abcab"):
+        request = chunked_request(200, seed, start=start)
+        assert bits(session, request) == bits(torch_session(policy(), 2, 16), request)
+    assert session.runner.counts.kept == 0, "each was replaced before it came again"
+
+
+def test_a_running_prompt_is_shared_too() -> None:
+    session = torch_session(policy(), 4, 16)
+    requests = [chunked_request(200 + 20 * n, seed=n) for n in range(3)]
+    found = streamed(session, {session.submit(request): n for n, request in enumerate(requests)})
+    assert [by_sample(found[n]) for n in range(3)] == [bits(torch_session(policy(), 4, 16), request) for request in requests]
+
+
+def test_a_long_prompt_does_not_hold_up_others() -> None:
+    """A running completion gets a token in every step, and a short prompt starts before the long one is complete."""
+    session, parts = torch_session(policy(), 4, 32), 3
+    running = session.submit(replace(chunked_request(9), sampling=Sampling(max_new_tokens=32, min_new_tokens=32)))
+    session.step()
+    long = session.submit(request := chunked_request(parts * PROMPT_PART + 50, seed=1, start="y"))
+    found: list[SampledToken] = []
+    steps, short = 0, None
+    while not any(token.request == long for token in found):
+        new = session.step()
+        steps += 1
+        assert sum(token.request == running for token in new) == 1
+        found += new
+        short = session.submit(chunked_request(20, seed=2, start="z")) if short is None else short
+    assert steps > parts
+    first = {number: next(i for i, t in enumerate(found) if t.request == number) for number in (long, short)}
+    assert first[short] < first[long]
+    while session.requests:
+        found += session.step()
+    mine = [token for token in found if token.request == long]
+    assert by_sample(mine) == bits(torch_session(policy(), 4, 32), request)
+
+
+def test_a_request_that_is_cancelled_in_its_prompt_leaves_what_it_has_to_others() -> None:
+    session = torch_session(policy(), 2, 16)
+    number = session.submit(chunked_request(400))
+    assert session.step() == []
+    session.cancel(number)
+    request = chunked_request(380, seed=3)
+    assert bits(session, request) == bits(torch_session(policy(), 2, 16), request)
+    assert session.runner.counts.kept == PROMPT_PART - 1

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.torch_runner import TorchRunner
+from oncurve.engines.native.turns import PureEpisode, build_requests
 from oncurve.engines.token_sampling import SampledTokens
 from oncurve.errors import DataError, ModelError
 from oncurve.models.chat_template import encode_example, encode_reply
@@ -19,7 +21,7 @@ from oncurve.models.loading.load import build_tokenizer, load_policy
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.records import Completion, Environment, Example, Group, Prompt
+from oncurve.records import Completion, Episode, Example, Group, Prompt, Rollout
 from tests.engines.native.plain import engine_for, next_logits
 
 SHAPE = TinyModel(layers=2, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=256)
@@ -44,7 +46,7 @@ class Echo:
         return "!" * (len(turns) + 1) + "ab"[dice.integers(2)] if len(turns) < 8 else None
 
 
-def prompt_with(name: str, environment: Environment | None) -> Prompt:
+def prompt_with(name: str, environment: Any) -> Prompt:
     return Prompt(id=name, text="ab" * 3 + name[:1], environment=environment)
 
 
@@ -241,3 +243,31 @@ def test_a_long_reply_that_fills_the_sequence_ends_it() -> None:
     for limit in (40, 45, 46, 47, 48):
         for c in completions(sample([prompt_with("a", LongEcho())], Sampling(max_new_tokens=limit))):
             assert len(c.token_ids) == limit if c.stop == "length" else len(c.token_ids) <= limit
+
+
+@dataclass
+class Failing:
+    """Its third episode can't begin."""
+
+    open: int = 0
+    begun: int = 0
+
+    def begin(self, rollout: Rollout) -> Episode:
+        self.begun += 1
+        if self.begun == 3:
+            raise RuntimeError("no sandbox is left")
+        self.open += 1
+        episode = PureEpisode(Echo(), rollout)
+
+        def close() -> None:
+            self.open -= 1
+
+        episode.close = close  # type: ignore[method-assign]
+        return episode
+
+
+def test_episodes_that_have_begun_are_closed_if_another_cannot_begin() -> None:
+    failing = Failing()
+    with pytest.raises(RuntimeError, match="no sandbox"):
+        build_requests(policy(), [prompt_with(n, failing) for n in "ab"], 2, SAMPLING, SampleKey(0, 1))
+    assert (failing.begun, failing.open) == (3, 0)

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from oncurve.engines.base import SampleKey, SampleRequest, check_engine
+from oncurve.engines.native.turns import build_requests
 from oncurve.engines.vllm.engine import (
     VllmProcess,
     VllmProcessLost,
@@ -22,7 +24,7 @@ from oncurve.engines.vllm.engine import (
     named_weights,
     via_shared_memory,
 )
-from oncurve.engines.vllm.messages import Answer, Start
+from oncurve.engines.vllm.messages import Answer, Start, TurnRequest
 from oncurve.engines.vllm.requests import PendingRequests, logprobs_for, seed_of
 from oncurve.errors import MissingPackage, RecipeError
 from oncurve.recipe.defaults import with_importance_cap
@@ -30,6 +32,9 @@ from oncurve.recipe.load import load_recipe
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Group
+from oncurve.rewards.reply_cache import ReplyCache
+from tests.agents.test_history import policy as chat_policy
+from tests.agents.test_history import prompts as chat_prompts
 from tests.engines.native.plain import prompt_of
 from tests.models.architectures import make_policy
 
@@ -70,6 +75,7 @@ def installed(site: Path, version: str) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_a_vllm_of_another_version_is_one_message_too(tmp_path: Path) -> None:
     done = train(tmp_path, path=installed(tmp_path / "site", "0.33.0"))
     assert done.returncode == 2
@@ -220,3 +226,49 @@ def test_a_turn_begun_by_a_lost_process_is_requested_again_from_its_start() -> N
     assert reported == [0, 1]
     ended = pending.groups[1].completions
     assert [(c.stop, len(c.token_ids), c.versions) for c in ended] == [("end", 2, ((0, 5),)), ("length", 3, ((0, 4),))]
+
+
+def test_a_history_by_the_template_sends_what_the_template_writes() -> None:
+    """The first turn loses what is before its question mark; the second is as the template writes it, and stays."""
+    policy, prompt = chat_policy(), chat_prompts("template")[0]
+    requests = build_requests(policy, [prompt], 1, Sampling(max_new_tokens=80), SampleKey(0, 1))
+    pending = PendingRequests(policy, requests, None, None)
+    sent = [*pending.turn_requests()]
+    for text in ("a?b", "ab", "b"):
+        ids = (*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.eos_ids[0])
+        following = pending.take(Answer("0/0", ids, (-1.0,) * len(ids), "end"))
+        sent += [] if following is None else [following]
+    messages: list[Any] = list(prompt.messages or ())
+    for request, text in zip(sent, ("a?b", "ab", "b", ""), strict=True):
+        written = policy.tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+        assert list(request.token_ids) == written
+        result = {"role": "tool", "content": "ab" * (21 if text == "ab" else 1)}
+        messages += [{"role": "assistant", "content": text}, result]
+    sequence = pending.pending["0/0"]
+    assert [len(part.spans) for part in sequence.chain] == [1, 2]
+    assert len({request.seed for request in sent}) == 4
+
+
+def test_a_turn_that_differs_from_its_record_starts_the_conversation_again() -> None:
+    """vLLM's rounding depends on its batch, so a resumed step may sample another turn than the recorded one."""
+    policy, prompt, replies = chat_policy(), chat_prompts("tokens")[0], ReplyCache()
+    replies.load({}, None)
+
+    def converse(*texts: str) -> tuple[PendingRequests, list[TurnRequest]]:
+        requests = build_requests(policy, [prompt], 1, Sampling(max_new_tokens=80), SampleKey(0, 1), replies)
+        pending = PendingRequests(policy, requests, None, None, replies)
+        sent = [*pending.turn_requests()]
+        for text in texts:
+            ids = (*policy.tokenizer(text, add_special_tokens=False)["input_ids"], policy.eos_ids[0])
+            following = pending.take(Answer("0/0", ids, (-1.0,) * len(ids), "end"))
+            sent += [] if following is None else [following]
+        return pending, sent
+
+    first, sent = converse("a", "b", "a", "b")
+    assert (len(sent), list(first.groups)) == (4, [0])
+    again, sent = converse("a", "a", "b", "b", "b", "b")
+    assert sent[2] == sent[0], "from the prompt, with the seed of its first turn"
+    (completion,) = again.groups[0].completions
+    assert completion.episode is not None
+    assert len(completion.episode.turns) == 4
+    assert len(completion.token_ids) == len(completion.logps)

@@ -15,13 +15,19 @@ TEMPLATE = (
 D, HEADS, FF, LAYERS = 32, 2, 48, 2
 
 
-def write(path: Path, *, head: str = "requantised", architecture: str = "llama") -> dict[str, np.ndarray]:
-    """``head``: `absent`, `requantised` (embedding with 4 % noise) or `untied`. Returns the tensors as written."""
+def write(
+    path: Path, *, head: str = "requantised", architecture: str = "llama", rope_scaling: str | None = None
+) -> dict[str, np.ndarray]:
+    """``head``: `absent`, `requantised` (embedding with 4 % noise) or `untied`. With the ``rope_scaling`` `none` the file has
+    factors of rope's frequencies. Returns the tensors as written."""
     generator = np.random.default_rng(0)
     file = gguf.GGUFWriter(str(path), architecture)
     _settings(file)
     tensors = {name: (0.2 * generator.standard_normal(shape)).astype(np.float32) for name, shape in _shapes().items()}
     embedding = tensors["token_embd.weight"]
+    if rope_scaling is not None:
+        file.add_rope_scaling_type(gguf.RopeScalingType(rope_scaling))
+        tensors |= {} if rope_scaling != "none" else {"rope_freqs.weight": np.arange(1, 9, dtype=np.float32)}
     if head == "requantised":
         tensors["output.weight"] = embedding + 0.04 * embedding.std() * generator.standard_normal(embedding.shape).astype(
             np.float32

@@ -96,7 +96,9 @@ def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ModelError):
             gguf.convert(tmp_path / name, tmp_path / "out", "float32")
         assert not (tmp_path / "out").exists()
-    with pytest.raises(ModelError, match="download the file again: it may be truncated"):
+    with pytest.raises(
+        ModelError, match="use the run or folder that it was made from, or download the file again: it may be truncated"
+    ):
         gguf.convert(tmp_path / "truncated.gguf", tmp_path / "out", "float32")
     with pytest.raises(ModelError, match="it is a folder"):
         gguf.convert(tmp_path, tmp_path / "out", "float32")
@@ -127,5 +129,14 @@ def test_an_unwritable_target_is_refused_and_a_full_disk_leaves_nothing_behind(t
 def test_an_existing_folder_is_not_overwritten(tmp_path: Path) -> None:
     gguf_files.write(tmp_path / "small.gguf")
     (tmp_path / "out").mkdir()
-    with pytest.raises(ModelError, match="already there"):
+    with pytest.raises(ModelError, match="already exists"):
         gguf.convert(tmp_path / "small.gguf", tmp_path / "out", "float32")
+
+
+@pytest.mark.parametrize("kind", ["yarn", "none"])
+def test_rope_scaling_that_cannot_be_read_is_refused(kind: str, tmp_path: Path) -> None:
+    """transformers leaves it out, and the model would compute something else."""
+    gguf_files.write(tmp_path / "model.gguf", rope_scaling=kind)
+    with pytest.raises(ModelError, match="rope scaling 'yarn'" if kind == "yarn" else "rope factors of an unknown kind"):
+        gguf.convert(tmp_path / "model.gguf", tmp_path / "folder", "float32")
+    assert not (tmp_path / "folder").exists()

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoConfig
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from oncurve.errors import ModelError, RecipeError
+from oncurve.errors import MissingPackage, ModelError, RecipeError
+from oncurve.models.heads.classifier import build_classifier
 from oncurve.models.loading.load import ModelSummary, load_policy
 from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.records import Prompt
+from tests.models.tiny_families import tiny_model
 
 SMALL = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=64)
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -121,7 +124,7 @@ def test_an_unreachable_hub_fails_fast(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "oncurve", "chat", "Nobody/Nothing"]
     away = {"HF_ENDPOINT": "https://hub.invalid", "HF_HOME": str(tmp_path)}
     plain = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
-    result = subprocess.run(command, env=plain | away, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    result = subprocess.run(command, env=plain | away, capture_output=True, text=True, timeout=600, cwd=tmp_path, check=False)
     assert result.returncode == 2
     assert result.stderr.startswith("error Nobody/Nothing: no such folder")
     assert "hub.invalid can't be reached" in " ".join(result.stderr.split())
@@ -132,13 +135,47 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     import importlib.util
 
     real = importlib.util.find_spec
-    gone = {"bitsandbytes", "gguf"}
+    gone: set[str] = set()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name in gone else real(name, *rest))
     (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(20))
-    configs: list[dict[str, Any]] = [
-        {"source": str(tmp_path / "m.gguf")},
-        {"source": saved(tmp_path / "m", None), "quantise": "nf4", "lora": {"rank": 2}},
-    ]
-    for config, extra in zip(configs, ("gguf", "qlora"), strict=True):
-        with pytest.raises(Exception, match=rf"oncurve\[{extra}\]"):
+    file: dict[str, Any] = {"source": str(tmp_path / "m.gguf")}
+    quantised: dict[str, Any] = {"source": saved(tmp_path / "m", None), "quantise": "nf4", "lora": {"rank": 2}}
+    for package, extra, config in (
+        ("gguf", "gguf", file),
+        ("accelerate", "gguf", file),
+        ("bitsandbytes", "qlora", quantised),
+    ):
+        gone.clear()
+        gone.add(package)
+        with pytest.raises(MissingPackage, match=rf"{package} is not installed[^$]*oncurve\[{extra}\]"):
             load_policy(Model.model_validate(config), alphabet=None, seed=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "deepseek_v3"])
+def test_16_bit_weights_keep_what_transformers_keeps_in_float32(family: str, dtype: str, tmp_path: Path) -> None:
+    """With frequencies of the rotary embedding in bfloat16, angles at position 400 are off by up to a radian."""
+    policy_tokenizer = load_policy(Model(tiny=SMALL), alphabet="0123456789", seed=0).tokenizer
+    policy_tokenizer.save_pretrained(tmp_path)
+    tiny_model(family).save_pretrained(tmp_path)
+    policy = load_policy(Model(source=str(tmp_path), dtype=dtype, device="cpu"), alphabet=None, seed=0)  # type: ignore[arg-type]
+    own = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=getattr(torch, dtype))
+    for (name, ours), (_, theirs) in zip(
+        [*policy.model.named_parameters(), *policy.model.named_buffers()],
+        [*own.named_parameters(), *own.named_buffers()],
+        strict=True,
+    ):
+        assert ours.dtype == theirs.dtype, name
+        assert torch.equal(ours, theirs), name
+
+
+def test_the_built_in_model_in_16_bits_has_frequencies_in_float32() -> None:
+    full, rounded = (
+        load_policy(Model(tiny=SMALL, dtype=d, device="cpu"), alphabet="01", seed=0) for d in ("float32", "bfloat16")
+    )
+    assert all(p.dtype == torch.bfloat16 for p in rounded.model.parameters())
+    for (name, one), (_, other) in zip(full.model.named_buffers(), rounded.model.named_buffers(), strict=True):
+        assert torch.equal(one, other), name
+    classifier = build_classifier(rounded, ("reward",), 0, by_token=False)
+    for (name, one), (_, other) in zip(full.model.model.named_buffers(), classifier.model.named_buffers(), strict=True):
+        assert torch.equal(one, other), name

@@ -50,6 +50,9 @@ epsilon_high: 0.28
 delta: 3
 sync_ref_model: true
 ref_model_sync_steps: 64
+top_entropy_quantile: 0.2
+use_adaptive_entropy: true
+entropy_coef_delta: 0.01
 temperature: 0.9
 top_k: -1
 max_completion_length: 300
@@ -72,9 +75,25 @@ bf16: false
     assert (stage.optimiser.learning_rate, stage.optimiser.schedule, stage.optimiser.betas) == (2e-6, "linear", (0.9, 0.95))
     assert stage.clip is not None
     assert (stage.clip.low, stage.clip.high, stage.clip.dual) == (0.2, 0.28, 3.0)
-    assert (stage.kl.beta, stage.kl.ratio_weighted) == (0.04, True)
+    assert (stage.kl.beta, stage.kl.ratio_weighted, stage.kl.refresh_mix) == (0.04, True, 0.6)
+    assert (stage.entropy.top_share, stage.entropy.target, stage.entropy.bonus_step) == (0.2, 0.2, 0.01)
     assert (stage.sampling.temperature, stage.sampling.top_k, stage.sampling.max_new_tokens) == (0.9, 0, 300)
     assert stage.mask_cut
+
+
+def test_a_data_set_of_the_hub_becomes_a_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recipe reads files: the note says that one has to be named."""
+    recipe, _, notes = translate(tmp_path, "dataset_name: trl-lib/DeepMath-103K\ndataset_train_split: train")
+    assert recipe.task.options == {"path": "hf://datasets/trl-lib/DeepMath-103K/FILE"}
+    (note,) = (note for note in notes if note.option == "dataset_name")
+    assert "write its path in the data set instead of FILE in task.path, of split train" in str(note)
+    for path in ("data/train.jsonl", "data/train.jsonl.gz", "/data/train.parquet", "./data/train", "train.csv"):
+        recipe, _, notes = translate(tmp_path, f"dataset_name: {path}")
+        assert recipe.task.options == {"path": path}
+        assert not [note for note in notes if note.option == "dataset_name"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data" / "v1").mkdir(parents=True)
+    assert translate(tmp_path, "dataset_name: data/v1")[0].task.options == {"path": "data/v1"}
 
 
 def test_what_the_file_leaves_unsaid_is_trls_default(tmp_path: Path) -> None:
@@ -85,6 +104,12 @@ def test_what_the_file_leaves_unsaid_is_trls_default(tmp_path: Path) -> None:
     assert (recipe.seed, recipe.model.dtype, stage.sampling.max_new_tokens) == (42, "bfloat16", 512)
     assert (stage.optimiser.schedule, stage.optimiser.learning_rate, stage.save_every) == ("linear", 1e-6, 500)
     assert {note.option for note in notes} == {"max_steps", "reward_funcs", "dataset_name", "model_name_or_path", "output_dir"}
+
+
+def test_a_data_set_of_the_hub_is_noted(tmp_path: Path) -> None:
+    for name, expected in (("trl-lib/DeepMath-103K", 1), ("data.jsonl", 0), ("hf://datasets/me/sums/train.parquet", 0)):
+        _, _, notes = translate(tmp_path, f"dataset_name: {name}")
+        assert sum(note.option == "dataset_name" for note in notes) == expected
 
 
 def test_batch_sizes_are_per_device(tmp_path: Path) -> None:
@@ -104,8 +129,8 @@ def test_batch_sizes_are_per_device(tmp_path: Path) -> None:
         ("loss_type: cispo\nepsilon_high: 5.0", "cispo", None),
         ("loss_type: grpo\nimportance_sampling_level: sequence", "gspo", None),
         ("loss_type: dapo\nimportance_sampling_level: sequence", "gspo", "no counterpart"),
-        ("loss_type: luspo\nimportance_sampling_level: sequence", "gspo", "no counterpart"),
-        ("loss_type: vespo", "grpo", "no counterpart"),
+        ("loss_type: luspo\nimportance_sampling_level: sequence", "luspo", None),
+        ("loss_type: vespo", "vespo", None),
     ],
 )
 def test_loss_types(tmp_path: Path, yaml: str, objective: str, note: str | None) -> None:

@@ -90,6 +90,14 @@ def slowly(seconds: float) -> Callable[[dict[str, Any]], str]:
     return reply
 
 
+@pytest.mark.parametrize("mode", ["score", "rank"])
+def test_a_prompt_without_a_column_of_the_template_is_not_judged(judge: Judge, mode: str) -> None:
+    for columns in ({}, {"answer": None}):
+        aspects = graded(judge, "4", "5", template="{prompt} Right: {answer}", mode=mode, columns=columns)
+        assert [(a.value, a.failure, a.reason) for a in aspects] == [(None, None, "the prompt has no column 'answer'")] * 2
+    assert judge.requests == []
+
+
 def test_scores(judge: Judge) -> None:
     judge.reply = lambda body: json.dumps({"score": 10 if "\n4\n" in body["messages"][1]["content"] else 2.5, "reason": "so"})
     aspects = graded(judge, "<think>hm</think>4", "5", template="Asked: {prompt} Right: {answer}", columns={"answer": "4!"})
@@ -211,11 +219,18 @@ def test_a_judge_that_hangs(judge: Judge) -> None:
 
 
 def test_many_at_once_but_not_too_many(judge: Judge) -> None:
-    judge.reply = slowly(0.1)
+    """Nobody is answered before three have asked."""
+    three = threading.Barrier(3)
+
+    def reply(_: dict[str, Any]) -> str:
+        three.wait(120)
+        return '{"score": 5}'
+
+    judge.reply = reply
     settings = JudgeOptions(model="m", base_url=judge.url, cache=None, at_once=3)
     scored = RewardMix([JudgeReward("judge", 1.0, settings)]).score([group(*(f"{n}-{i}" for i in range(4))) for n in range(3)])
     assert [s.totals for s in scored] == [(0.5,) * 4] * 3
-    assert 2 <= judge.busiest <= 3
+    assert judge.busiest == 3
 
 
 def test_the_key_is_never_shown(judge: Judge) -> None:

@@ -147,3 +147,25 @@ def test_without_a_tokenizer_and_without_a_source() -> None:
     assert one.scored[0].failure == "s: RuntimeError: the steps' tokens can't be found without a tokenizer"
     with pytest.raises(RecipeError, match="function"):
         ProcessReward("s", 1.0, ProcessOptions(source="python"))
+
+
+@pytest.mark.parametrize(
+    ("step", "score"),
+    [
+        ("-3+5=2", 1.0),
+        ("-3+5=3", 0.0),
+        ("1.5*2=3", None),
+        ("1,000 + 1 = 1,001", 1.0),
+        ("1,000 + 1 = 1,002", 0.0),
+        ("x + 3 + 1 = 7", None),
+        ("x^2+3+1=7", None),
+        ("2x + 3*2 = 7", None),
+        ("3*4 = 2*6 = 12", 1.0),
+        ("3*4 = 2*6 = 13", 0.0),
+        ("2+3=5x", None),
+        ("- 2+3=5", 1.0),
+        ("1. So 16 - 3 - 4 = 9 eggs, then 9 * 2 = 18.", 1.0),
+    ],
+)
+def test_equations_with_signs_decimals_thousands_and_variables(step: str, score: float | None) -> None:
+    assert check_arithmetic(step) == score

@@ -20,6 +20,7 @@ import pytest
 
 from oncurve.rewards.sandbox import lockdown, zygote
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, build_sandbox
+from tests.rewards.sandbox.levels import PATIENT
 
 pytestmark = pytest.mark.slow
 ROOM = Limits(seconds=8.0, memory=400 << 20, output=64 << 10, file_size=1 << 20)
@@ -153,8 +154,8 @@ FILES = {
     "a path's descriptor, opened": "d = os.open('/etc/passwd', os.O_PATH); open(f'/proc/self/fd/{d}').read()",
     "after a change of folder": "os.chdir('/etc'); open('passwd').read()",
     "openat2": "call(437, 437, -100, text('/etc/passwd'), text(bytes(24)), 24)",
-    "by handle": "call(304, None, -100, text(bytes(16)), 0)",
-    "name to handle": "call(303, None, -100, text('/etc/passwd'), text(bytes(64)), text(bytes(4)), 0)",
+    "by handle": "call(304, 265, -100, text(bytes(16)), 0)",
+    "name to handle": "call(303, 264, -100, text('/etc/passwd'), text(bytes(64)), text(bytes(4)), 0)",
     "mapped": "mmap.mmap(os.open('/etc/passwd', os.O_RDONLY), 1, prot=1)",
     "copied": "import shutil; shutil.copy('/etc/passwd', 'p')",
     "linecache": "import linecache; assert linecache.getline('/etc/passwd', 1)",
@@ -214,7 +215,8 @@ FILES = {
     "an x32 call": "call(0x40000000 + 39, 0x40000000 + 39)",
 }  # fmt: skip
 
-ATTEMPTS = {f"{kind}: {name}": line for kind, table in (("signals", SIGNALS), ("network", NETWORK), ("processes", PROCESSES), ("files", FILES)) for name, line in table.items()}  # fmt: skip
+SOCKET = f"oncurve-test-{os.getpid() % 10**6:06}"  # as long as the name in the table
+ATTEMPTS = {f"{kind}: {name}": line.replace("oncurve-test-socket", SOCKET) for kind, table in (("signals", SIGNALS), ("network", NETWORK), ("processes", PROCESSES), ("files", FILES)) for name, line in table.items()}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -229,10 +231,10 @@ def victim() -> Iterator[subprocess.Popen[bytes]]:
 @pytest.fixture(scope="module")
 def sockets() -> Iterator[list[socket.socket]]:
     """Sockets of the host, by an abstract name and by a path."""
-    path = Path("/tmp/oncurve-test-socket")
+    path = Path("/tmp") / SOCKET
     path.unlink(missing_ok=True)
     bound = [socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) for _ in range(2)]
-    bound[0].bind("\0oncurve-test-socket")
+    bound[0].bind(f"\0{SOCKET}")
     bound[1].bind(str(path))
     for each in bound:
         each.setblocking(False)
@@ -242,14 +244,14 @@ def sockets() -> Iterator[list[socket.socket]]:
     path.unlink()
 
 
-def run(sandbox: Sandbox, program: str, limits: Limits = ROOM, **job: Any) -> dict[str, Any]:
+def run(sandbox: Sandbox, program: str, limits: Limits = PATIENT, **job: Any) -> dict[str, Any]:
     return dict(sandbox.run({"kind": "program", "program": program, **job}, limits))
 
 
 def assert_honest_programs_run(sandbox: Sandbox) -> None:
     outcome = run(sandbox, HONEST)
     assert (outcome["ended"], outcome["output"]) == ("exit 0", "True\n"), outcome
-    tests = sandbox.run({"kind": "tests", "program": "def f(x): return x", "tests": ["assert f(1) == 1"]}, ROOM)
+    tests = sandbox.run({"kind": "tests", "program": "def f(x): return x", "tests": ["assert f(1) == 1"]}, PATIENT)
     assert tests["verdicts"] == [{"passed": True}]
 
 
@@ -259,7 +261,7 @@ def test_there_are_enough_attacks() -> None:
 
 @pytest.mark.parametrize("name", list(ATTEMPTS))
 def test_attempts_fail(sandbox: Sandbox, victim: subprocess.Popen[bytes], sockets: list[socket.socket], name: str) -> None:
-    outcome = run(sandbox, attempt(ATTEMPTS[name]), stdin=str(victim.pid))
+    outcome = run(sandbox, attempt(ATTEMPTS[name]), ROOM, stdin=str(victim.pid))
     assert "ESCAPED" not in outcome["output"], outcome
     assert "SyntaxError" not in outcome["errors"], outcome
     assert victim.poll() is None
@@ -317,10 +319,8 @@ EXHAUSTING = {
 
 @pytest.mark.parametrize("name", list(EXHAUSTING))
 def test_nothing_is_unlimited(sandbox: Sandbox, name: str) -> None:
-    began = time.monotonic()
     limits = Limits(seconds=2.0, memory=300 << 20, output=64 << 10, file_size=1 << 20)
-    outcome = run(sandbox, EXHAUSTING[name], limits)
-    assert time.monotonic() - began < 2 + 25  # of a busy machine
+    outcome = run(sandbox, EXHAUSTING[name], limits)  # raises if nothing ends it
     assert len(outcome["output"]) + len(outcome["errors"]) < 512 << 10
     assert_honest_programs_run(sandbox)
 
@@ -368,13 +368,13 @@ def test_a_trainer_that_is_killed_leaves_nothing(tmp_path: Path) -> None:
     """SIGKILL in the middle of a program: the zygote sees that the pipe is closed, and cleans up by itself."""
     script = (
         "import sys\nfrom oncurve.rewards.sandbox.sandbox import *\nsandbox, _ = build_sandbox('seccomp', 1)\n"
-        "print('ready', flush=True)\nsandbox.run({'kind': 'program', 'program': \"import os, time\\nos.mkdir('d', 0)\\ntime.sleep(60)\"}, Limits(seconds=60))"
+        "print('ready', flush=True)\nsandbox.run({'kind': 'program', 'program': \"import os, time\\nos.mkdir('d', 0)\\ntime.sleep(600)\"}, Limits(seconds=600))"
     )
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment)
     assert trainer.stdout is not None
     assert trainer.stdout.readline() == b"ready\n"
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 300
     while not list(tmp_path.rglob("d")) and time.monotonic() < deadline:
         time.sleep(0.05)
     trainer.kill()
@@ -397,7 +397,7 @@ def test_output_of_a_tests_job_is_limited(sandbox: Sandbox) -> None:
     watcher = threading.Thread(target=watch)
     watcher.start()
     program = "print('loaded')\ndef f(x):\n    while True: print('x' * 100000)"
-    outcome = sandbox.run({"kind": "tests", "program": program, "tests": ["assert f(1) == 1"]}, ROOM)
+    outcome = sandbox.run({"kind": "tests", "program": program, "tests": ["assert f(1) == 1"]}, PATIENT)
     done.set()
     watcher.join()
     assert outcome["program"] == "output"

@@ -14,11 +14,11 @@ import pytest
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox
 from oncurve.rewards.verifiers.code import program_in, read_tests
 from oncurve.tasks.data.public_datasets import humaneval, mbpp
-from tests.rewards.sandbox.levels import QUICK, SANDBOXES
+from tests.rewards.sandbox.levels import PATIENT, QUICK, SANDBOXES
 
 
-def verdicts(sandbox: Sandbox, program: str, *tests: str, **job: Any) -> list[bool]:
-    outcome = sandbox.run({"kind": "tests", "program": program, "tests": list(tests), **job}, QUICK)
+def verdicts(sandbox: Sandbox, program: str, *tests: str, limits: Limits = PATIENT, **job: Any) -> list[bool]:
+    outcome = sandbox.run({"kind": "tests", "program": program, "tests": list(tests), **job}, limits)
     return [bool(verdict.get("passed")) for verdict in outcome["verdicts"]]
 
 
@@ -158,14 +158,16 @@ WRONG_PROGRAMS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("program", list(WRONG_PROGRAMS))
 def test_no_test_is_passed_without_being_solved(sandbox: Sandbox, program: str) -> None:
-    assert True not in verdicts(sandbox, WRONG_PROGRAMS[program], "assert f(1) == 424242", "assert f(2) == 5")
+    assert True not in verdicts(sandbox, WRONG_PROGRAMS[program], "assert f(1) == 424242", "assert f(2) == 5", limits=QUICK)
     assert verdicts(sandbox, "def f(x): return x", "assert f(1) == 1") == [True]  # the next program is graded as ever
 
 
 def test_a_few_wrong_programs_at_every_run(sandbox: Sandbox) -> None:
     """The classes of attacks that once succeeded: reading the tests, objects that equal everything, leaving early."""
     for name in ("searches its objects", "asks the traceback", "equals everything", "ends the process"):
-        assert True not in verdicts(sandbox, WRONG_PROGRAMS[name], "assert f(1) == 424242", "assert f(2) == 5"), name
+        assert True not in verdicts(sandbox, WRONG_PROGRAMS[name], "assert f(1) == 424242", "assert f(2) == 5", limits=QUICK), (
+            name
+        )
 
 
 # (program, tests): the program replaces what the tests use around it.
@@ -219,7 +221,7 @@ def test_a_prompt_s_helper_is_the_tests_own(sandbox: Sandbox) -> None:
     tests = read_tests(columns, 10)
     assert tests is not None
     for text, passes in (("    return -xs[0] / xs[1]\n", True), ("    return 0\ndef poly(*a): return 0\n", False)):
-        outcome = sandbox.run({"kind": "tests", "program": program_in(text, tests), **tests.job}, QUICK)
+        outcome = sandbox.run({"kind": "tests", "program": program_in(text, tests), **tests.job}, PATIENT)
         assert [v["passed"] for v in outcome["verdicts"]] == [passes]
 
 
@@ -302,7 +304,7 @@ def test_right_programs_pass(name: str, tmp_path: Path) -> None:
     plain = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert plain.returncode == 0, plain.stderr
     (first, *_) = SANDBOXES.values()
-    outcome = first.run({"kind": "tests", "program": program, "tests": tests}, QUICK)
+    outcome = first.run({"kind": "tests", "program": program, "tests": tests}, PATIENT)
     assert outcome["verdicts"] == [{"passed": True}] * len(tests)
 
 
@@ -318,7 +320,7 @@ def test_tests_of_every_kind(sandbox: Sandbox) -> None:
 def test_an_earlier_job_is_not_in_memory(sandbox: Sandbox) -> None:
     """A zygote lives long and grades many completions of one problem."""
     verdicts(sandbox, "def f(x): return 0", "assert f(1) == 424242")
-    sandbox.run({"kind": "program", "program": "print('f(1) == 424242')", "stdin": "f(1) == 424242"}, QUICK)
+    sandbox.run({"kind": "program", "program": "print('f(1) == 424242')", "stdin": "f(1) == 424242"}, PATIENT)
     search = SCAN + FIND + "def f(x): return find(strings())"
     assert verdicts(sandbox, search, "assert f(1) == 0") == [True]
 
@@ -336,16 +338,22 @@ def solutions(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("ONCURVE_DATA" not in os.environ, reason="set ONCURVE_DATA to a folder with mbpp/ and humaneval/")
+@pytest.mark.skipif(
+    "ONCURVE_DATA" not in os.environ,
+    reason="no published solutions are included: set ONCURVE_DATA to a folder with mbpp/mbpp.jsonl, mbpp/sanitized-mbpp.json "
+    "and humaneval/HumanEval.jsonl.gz",
+)
 def test_published_solutions_pass() -> None:
-    """Every published solution passes here that passes under plain `exec`: all 1,565."""
+    """Every published solution passes: 974 and 427 of MBPP's editions, and 164 of HumanEval."""
     (first, *_) = SANDBOXES.values()
     failed = []
-    for columns in solutions(Path(os.environ["ONCURVE_DATA"])):
+    problems = solutions(Path(os.environ["ONCURVE_DATA"]))
+    assert len(problems) == 974 + 427 + 164, "the files are not complete"
+    for columns in problems:
         tests = read_tests(columns, 100)
         assert tests is not None
         job = {"kind": "tests", "program": program_in(columns["completion"], tests), **tests.job}
-        outcome = first.run(job, Limits(seconds=20.0))
+        outcome = first.run(job, Limits(seconds=60.0))
         if [v.get("passed") for v in outcome["verdicts"]] != [True] * tests.count:
             failed.append((columns["prompt"][:60], outcome))
     assert failed == []

@@ -5,10 +5,11 @@ Each attack prints ESCAPED where it succeeds. All run at every level that this m
 
 import gc
 import os
+import platform
+import re
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from typing import Any
 import pytest
 
 from oncurve.errors import RewardError
+from oncurve.rewards.sandbox import lockdown
 from oncurve.rewards.sandbox import sandbox as levels
 from oncurve.rewards.sandbox.sandbox import Limits, Sandbox, build_sandbox
 from oncurve.workers.pool import WorkerDiedError
-from tests.rewards.sandbox.levels import BUILT, LEVELS, QUICK, SANDBOXES
+from tests.rewards.sandbox.levels import BUILT, LEVELS, PATIENT, SANDBOXES
 
-CANARY, KEPT = Path("/tmp/oncurve-canary-7f3a"), Path("/tmp/oncurve-canary-kept")
+CANARY, KEPT = Path(f"/tmp/oncurve-canary-{os.getpid()}"), Path(f"/tmp/oncurve-canary-kept-{os.getpid()}")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -30,11 +32,8 @@ def _remove_the_canary() -> Iterator[None]:
     KEPT.unlink(missing_ok=True)
 
 
-def run(sandbox: Sandbox, program: str, limits: Limits = QUICK, **job: Any) -> dict[str, Any]:
-    began = time.monotonic()
-    seen = sandbox.run({"kind": "program", "program": program, **job}, limits)
-    assert time.monotonic() - began < limits.seconds + 20
-    return dict(seen)
+def run(sandbox: Sandbox, program: str, limits: Limits = PATIENT, **job: Any) -> dict[str, Any]:
+    return dict(sandbox.run({"kind": "program", "program": program, **job}, limits))
 
 
 def test_this_machine_has_a_sandbox() -> None:
@@ -137,7 +136,7 @@ EXHAUSTING = {
     "large file": ("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 16))", None),
     "many files": ("kept = []\nwhile True: kept.append(open(str(len(kept)), 'w'))", "exit 1"),
     "deep recursion": ("import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()", None),
-    "thread bomb": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()", None),
+    "thread bomb": ("import threading, time\nwhile True: threading.Thread(target=time.sleep, args=(100,)).start()", "time"),
     "deaf to signals": (
         "import signal, time\nfor n in range(1, 65):\n    try: signal.signal(n, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\n"
@@ -211,7 +210,7 @@ def test_a_killed_zygote_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.Mo
     (pid,) = made.workers.pids
     threading.Timer(0.3, os.killpg, (pid, 9)).start()
     with pytest.raises(WorkerDiedError):
-        made.run({"kind": "program", "program": "import time\ntime.sleep(20)"}, Limits(seconds=20.0))
+        made.run({"kind": "program", "program": "import time\ntime.sleep(600)"}, Limits(seconds=600.0))
     made.workers.close()
     del made
     gc.collect()
@@ -227,7 +226,7 @@ def test_many_at_once(sandbox: Sandbox) -> None:
     answers: list[str] = []
 
     def ask(number: int) -> None:
-        answers.append(run(sandbox, f"print({number})", Limits(seconds=10.0))["output"])
+        answers.append(run(sandbox, f"print({number})", PATIENT)["output"])
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -243,7 +242,7 @@ def test_a_zygote_that_is_killed_is_replaced(sandbox: Sandbox) -> None:
     killer = threading.Timer(0.2, os.killpg, (pid, 9))
     killer.start()
     with pytest.raises(WorkerDiedError):
-        run(sandbox, "import time\ntime.sleep(20)", Limits(seconds=20.0))
+        run(sandbox, "import time\ntime.sleep(600)", Limits(seconds=600.0))
     assert run(sandbox, "print(1)")["output"] == "1\n"
 
 
@@ -256,7 +255,7 @@ def test_no_level_and_no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
     trusted = levels.find_sandbox("rewards.code", trusted=True, count=1)
     assert trusted.level == "trusted"
     assert "NOT isolated" in trusted.description
-    assert trusted.run({"kind": "program", "program": "print(2)"}, QUICK)["output"] == "2\n"  # starts it: takes its time
+    assert trusted.run({"kind": "program", "program": "print(2)"}, PATIENT)["output"] == "2\n"
     assert run(trusted, "while True: pass", Limits(seconds=0.3))["ended"] == "time"
     trusted.workers.close()
 
@@ -268,3 +267,25 @@ def test_a_sandbox_that_fails_its_self_test_is_not_used(monkeypatch: pytest.Monk
     sandbox, fault = build_sandbox("seccomp", 1)
     assert sandbox is None
     assert "self-test" in fault
+
+
+def syscalls_of(header: str) -> dict[str, int]:
+    text = Path(header).read_text(encoding="utf-8")
+    return {name: int(number) for name, number in re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)\b", text)}
+
+
+@pytest.mark.parametrize("column", [0, 1], ids=["x86-64", "ARM"])
+def test_the_numbers_of_system_calls_are_those_of_the_kernel_s_headers(column: int) -> None:
+    """64-bit ARM has the generic numbers. The headers come with a C compiler, which the tests need anyway."""
+    headers = ("/usr/include/x86_64-linux-gnu/asm/unistd_64.h", "/usr/include/asm-generic/unistd.h")
+    if column == 0 and platform.machine() != "x86_64":
+        pytest.skip("Linux on ARM has no header for x86-64")
+    known = syscalls_of(headers[column])
+    assert len(known) > 250
+    decided = {
+        name.lower(): getattr(lockdown, name)
+        for name in ("CLONE", "CLONE3", "KILL", "TGKILL", "PRCTL", "PRLIMIT64", "SENDTO", "OPENAT2", "FCNTL", "IOCTL")
+    }
+    opening = {name: numbers for name, (numbers, _) in lockdown.OPENING.items()}
+    rows = {**lockdown.REFUSED, **lockdown.CREATING, **opening, **decided}
+    assert {name: numbers[column] for name, numbers in rows.items()} == {name: known.get(name) for name in rows}

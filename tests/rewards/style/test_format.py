@@ -1,7 +1,5 @@
 """The format of completions."""
 
-import time
-
 import pytest
 
 from oncurve.errors import RecipeError
@@ -47,9 +45,7 @@ def test_a_pattern_matches_the_complete_text() -> None:
 
 def test_catastrophic_backtracking_fails_in_time() -> None:
     reward = FormatReward("format", 1.0, FormatOptions(pattern=r"(a|a|aa)+$", seconds=0.05))
-    started = time.perf_counter()
     bad, good = aspects(reward, "a" * 60 + "b", "aa")
-    assert time.perf_counter() - started < 30
     assert bad.value is None
     assert "took more than 0.05 s" in (bad.failure or "")
     assert good.value == 1.0

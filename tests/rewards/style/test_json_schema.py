@@ -50,9 +50,7 @@ def test_against_a_schema(tmp_path: Path) -> None:
 
 
 def test_a_pattern_that_backtracks_is_stopped() -> None:
-    began = time.monotonic()
     (aspect,) = aspects(reward(rules={"pattern": "^(a|a)*$"}), '"' + "a" * 60 + 'b"')
-    assert time.monotonic() - began < 30
     assert aspect.failure is not None
     assert "took more than 0.2 s" in aspect.failure
 
@@ -74,9 +72,9 @@ def test_unique_items() -> None:
     assert values(reward(rules=schema), *texts) == expected == [1.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 1.0]
     assert values(reward(rules={"uniqueItems": False}), "[1, 1]") == [1.0]
     long = json.dumps([part for i in range(10_000) for part in ({"a": i}, i)])
-    began = time.monotonic()
+    began = time.process_time()
     assert values(reward(rules=schema), long) == [1.0]
-    assert time.monotonic() - began < 10
+    assert time.process_time() - began < 20, "by pairs it takes minutes"
 
 
 def test_schemas_that_are_none(tmp_path: Path) -> None:
@@ -94,3 +92,8 @@ def test_nothing_is_fetched() -> None:
     (aspect,) = aspects(reward(rules={"$ref": "https://example.org/schema"}), "1")
     assert aspect.failure is not None
     assert "Unresolvable" in aspect.failure
+
+
+def test_a_number_that_overflows_the_schemas_arithmetic_is_wrong() -> None:
+    reward = JsonReward("json", 1.0, JsonOptions(rules={"properties": {"a": {"multipleOf": 0.5}}}))
+    assert values(reward, '{"a": 1e999}', '{"a": ' + "9" * 400 + "}", '{"a": 1.5}') == [0.0, 0.0, 1.0]

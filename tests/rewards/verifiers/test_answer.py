@@ -124,10 +124,10 @@ def test_without_the_column_it_does_not_apply() -> None:
 
 def test_long_texts_are_quick() -> None:
     texts = ["<answer>" * 20_000, "\\boxed{" * 20_000, "1," * 50_000, "<think>" * 20_000 + "</think>" * 20_000, "9" * 100_000]
-    started = time.perf_counter()
+    started = time.process_time()
     for take in ("tag", "boxed", "hashes", "number", "any"):
         values(AnswerReward("answer", 1.0, AnswerOptions(take=take)), *texts, answer="1")
-    assert time.perf_counter() - started < 30
+    assert time.process_time() - started < 30
 
 
 @settings(deadline=None)
@@ -136,3 +136,11 @@ def test_no_text_makes_it_fail(text: str, take: Take, gold: str) -> None:
     (aspect,) = aspects(AnswerReward("answer", 1.0, AnswerOptions(take=take)), text, columns={"answer": gold})
     assert aspect.failure is None
     assert aspect.value in (0.0, 1.0)
+
+
+def test_gold_floats_are_written_out_and_nan_is_a_missing_answer() -> None:
+    reward = AnswerReward("answer", 1.0)
+    assert values(reward, "<answer>0.00001</answer>", answer=0.00001) == [1.0]
+    assert values(reward, "<answer>10,000,000,000,000,000</answer>", answer=1e16) == [1.0]
+    assert values(reward, "<answer>18</answer>", answer=18.0) == [1.0]
+    assert values(reward, "<answer>nan</answer>", answer=float("nan")) == [None]

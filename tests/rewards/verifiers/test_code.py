@@ -104,3 +104,12 @@ def test_what_counts_as_the_same_output() -> None:
     assert same_output("1 \n2\n\n", "1\n2")
     assert not same_output("1\n\n2", "1\n2")
     assert not same_output(" 1", "1")
+
+
+def test_a_text_instead_of_a_list_is_one_test() -> None:
+    printed = read_tests({"inputs": "12\n", "outputs": "144\n"}, 100)
+    assert printed is not None
+    assert printed.pairs == (("12\n", "144\n"),)
+    tests = read_tests({"tests": "assert f(2) == 4"}, 100)
+    assert tests is not None
+    assert (tests.count, tests.job["tests"]) == (1, ["assert f(2) == 4"])

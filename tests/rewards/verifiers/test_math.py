@@ -1,6 +1,5 @@
 r"""Answers compared by meaning, and each known pitfall of math-verify 0.9.0."""
 
-import time
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ def graded(gold: Any, *texts: str, **options: Any) -> list[Aspect]:
 
 
 def right(gold: Any, answer: str) -> bool:
-    (aspect,) = graded(gold, f"<answer>{answer}</answer>")
+    (aspect,) = graded(gold, f"<answer>{answer}</answer>", seconds=60.0)
     assert aspect.failure is None
     return aspect.value == 1.0
 
@@ -83,6 +82,22 @@ def test_not_the_same(gold: str, answer: str) -> None:
         ("3", "3 meters", True),
         ("5 hours", "5 minutes", False),
         ("5 apples", "5 pears", True),
+        (r"\frac{1}{2}\text{ m}", r"\frac{1}{2}\text{ km}", False),
+        (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}\text{ m}", False),
+        (r"2\sqrt{3}\text{ cm}", r"2\sqrt{3}", True),
+        (r"12\text{ cm}^2", r"12\text{ cm}^3", False),
+        (r"12\text{ m}^2", r"12\text{ square feet}", False),
+        (r"12\text{ m}^2", "12 square meters", True),
+        (r"3\text{ m/s}", r"3\text{ km/h}", False),
+        (r"3\text{ m/s}", "3 meters per second", True),
+        ("60 mph", "60 km/h", False),
+        (r"45^\circ", "45 radians", False),
+        (r"45^\circ", "45 degrees", True),
+        (r"45^{\circ}", "45", True),
+        (r"\$5", "5 cents", False),
+        (r"\$5", "5 dollars", True),
+        ("3m^2", "3m^3", False),
+        ("2m+1", "2m+1", True),
         ("0", "x^2-5=0", False),
         ("10", "2x=10", False),
         ("5", "x=5", True),
@@ -97,12 +112,63 @@ def test_small_numbers_units_and_equations(gold: str, answer: str, same: bool) -
 
 
 @pytest.mark.parametrize(
+    ("gold", "answer", "same"),
+    [
+        ("5000000", "5 million", True),
+        ("5", "5 million", False),
+        ("12", "$12 million", False),
+        ("1500000", r"\$1.5\text{ million}", True),
+        ("3 PM", "3 AM", False),
+        ("3:00 PM", "3:00 p.m.", True),
+        ("3 PM", "3", True),
+        ("3/4", "3/4 cups", True),
+        ("1/2", "1/2 pound", True),
+        ("3/4", "4/3 cups", False),
+        ("8", "8 cm^3", True),
+        ("8 cm³", "8", True),
+        ("8 cm^3", "8 cm^2", False),
+        ("3m^2", "3", False),
+        ("5", r"\text{5 apples}", True),
+        ("18", "**18**", True),
+        ("18", "**$18**", True),
+        ("10000", r"10\,000", True),
+        ("10000", "10 000", True),
+        ("1", "1 200", False),
+        ("3.125", "3 125/1000", True),
+        ("-0.5", "–0.5", True),
+        ("3.5", "3½", True),
+        ("x^2", "x²", True),
+        ("6", "≈ 6", True),
+        (r"\infty", "∞", True),
+        (r"\infty", "infinity", True),
+        ("infinity", "-∞", False),
+        (r"\emptyset", r"\varnothing", True),
+        ("pi", "π", True),
+        ("5", "f(2) = 5", True),
+        ("x-1", "f^{-1}(x) = x-1", True),
+        ("2x", "f'(x) = 2x", True),
+        ("2x", r"\frac{dy}{dx} = 2x", True),
+        ("60", r"\angle ABC = 60^\circ", True),
+        ("(1,2)", r"\left(x, y\right) = (1, 2)", True),
+        ("0", "x(x-5)=0", False),
+        ("5", "x^{-1}=5", False),
+    ],
+)
+def test_notations_of_numbers_units_and_results(gold: str, answer: str, same: bool) -> None:
+    assert right(gold, answer) is same
+
+
+def test_a_box_with_a_space_or_a_single_escaped_brace() -> None:
+    system = r"\left\{\begin{array}{l}x=1\\y=2\end{array}\right."
+    assert graded("4", r"so \boxed {4}", take="boxed")[0].value == 1.0
+    assert graded(system, rf"so \boxed{{{system}}}.", take="boxed")[0].value == 1.0
+
+
+@pytest.mark.parametrize(
     "answer", ["(" * 400 + "5" + ")" * 400, "{" * 900, "[(" * 300, r"\frac{" * 200, "(" * 40 + "5" + ")" * 40]
 )
 def test_an_answer_of_nested_brackets_is_wrong_at_once(answer: str) -> None:
-    began = time.monotonic()
-    assert not right("5", answer)
-    assert time.monotonic() - began < 20
+    assert not right("5", answer)  # a failure if the workers' time limit is reached
 
 
 def test_trap_a_bare_fraction_as_gold() -> None:
@@ -142,11 +208,9 @@ def test_trap_letters_and_words(gold: str, answer: str, same: bool) -> None:
 
 
 def test_trap_power_towers_are_not_evaluated() -> None:
-    began = time.monotonic()
     assert not right("7", "9^{9^{9}}")
     assert not right("7", "(10^{9})!")
     assert right("9^{9^{9}}", "9^{9^{9}}")
-    assert time.monotonic() - began < 60  # the first call starts the workers
 
 
 def test_a_subscript_is_dropped_by_math_verify() -> None:

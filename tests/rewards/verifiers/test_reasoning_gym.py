@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +116,9 @@ def test_a_scorer_that_executes_the_answer_does_so_in_the_sandbox(tmp_path: Path
         aspects = judged(prompt, ATTACK.format(path=here), reward=reward)
         assert [aspect.value for aspect in aspects] == [0.0]
         assert not here.exists()
-    began = time.monotonic()
     (slow,) = judged(task("countdown", heldout=1).heldout[0], "9**9**9", reward=reward)
     assert (slow.value, slow.failure) == (0.0, None)
     assert "takes more than 4 s" in str(slow.reason)
-    assert time.monotonic() - began < 4 + 5 + 20, "the sandbox's own clock, and a busy machine"
     assert values(prompt, prompt.columns["answer"], reward=reward) == [1.0], "the next one is judged as ever"
 
 
@@ -167,6 +164,14 @@ def test_an_answer_that_would_write_its_own_score() -> None:
     for family in ("n_queens", "polynomial_multiplication"):
         prompt = task(family, heldout=1).heldout[0]
         assert values(prompt, prompt.columns["answer"], EXECUTED[0], "9" * 6000, reward=reward) == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.slow
+def test_an_answer_at_which_a_scorer_raises_is_wrong() -> None:
+    """And no failure: a completion without a reward would be a way out of a reward of 0."""
+    reward = ReasoningGymReward("gym", 1.0, GymRewardOptions(seconds=60.0, workers=1))
+    for family in ("boxnet", "game_of_life"):
+        assert values(task(family, heldout=1).heldout[0], "{}", "[]", '{"a": 1}', reward=reward) == [0.0, 0.0, 0.0]
 
 
 CONSTANTS = (

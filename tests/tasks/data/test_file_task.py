@@ -1,9 +1,12 @@
 """Prompts from files and from Python, and every error that a file can have."""
 
 import gzip
+import hashlib
 import importlib
 import json
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +146,14 @@ def test_bad_files(tmp_path: Path, content: bytes, line: str, what: str) -> None
     assert (caught.value.where, caught.value.what) == (f"{path}{line}", what)
 
 
+def test_bad_json_names_the_column_and_only_the_line_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(GOOD + b'{"prompt": "b"\n' + GOOD)
+    with pytest.raises(DataError) as caught:
+        file_task(path)
+    assert (caught.value.where, caught.value.because) == (f"{path}:2", "Expecting ',' delimiter at column 15")
+
+
 def test_missing_columns_name_those_found(tmp_path: Path) -> None:
     path = write(tmp_path / "q.jsonl", [{"question": "a", "n": 1}])
     with pytest.raises(DataError, match="the columns found there are: question, n"):
@@ -224,15 +235,26 @@ def test_the_prompt_s_own_column_reaches_rewards(tmp_path: Path) -> None:
 def test_fewer_held_out_prompts_than_the_recipe_asks_for(sums: Path, tmp_path: Path) -> None:
     (line,) = file_task(sums, heldout=15).log_lines
     assert line == (
-        "4 prompts are held out: task.heldout asks for 15, and at most task.heldout_share = 0.2 of the file's 20 rows"
+        "4 prompts are held out: task.heldout is 15, but it is at most task.heldout_share = 0.2 of the file's 20 rows"
     )
     (line,) = file_task(write(tmp_path / "one.jsonl", [{"prompt": "a"}]), heldout=5).log_lines
     assert line.startswith("no prompt is held out, so nothing is evaluated: ")
     other = write(tmp_path / "test.jsonl", [{"prompt": "0+1="}, {"prompt": "50+1="}])
-    (line,) = file_task(sums, heldout=5, heldout_path=str(other)).log_lines
-    assert line == "2 prompts are held out: task.heldout asks for 5, and task.heldout_path has 2 rows"
+    *_, line = file_task(sums, heldout=5, heldout_path=str(other)).log_lines
+    assert line == "2 prompts are held out: task.heldout is 5, but task.heldout_path has 2 rows"
     assert file_task(sums, heldout=3).log_lines == ()
     assert file_task(sums, heldout_share=0).log_lines == ()
+
+
+def test_the_log_counts_rows_that_are_dropped_because_their_prompt_is_held_out(sums: Path, tmp_path: Path) -> None:
+    other = write(tmp_path / "test.jsonl", [{"prompt": "0+1="}, {"prompt": "1+1="}, {"prompt": "50+1="}])
+    task = file_task(sums, heldout=3, heldout_path=str(other))
+    assert (task.train_size, task.log_lines) == (18, ("2 rows dropped: their prompt is held out",))
+    # Two prompts of one file, 20 times each: one of 40 rows is held out, and its 19 copies are dropped.
+    copies = write(tmp_path / "copies.jsonl", [{"prompt": f"q{i % 2}"} for i in range(40)])
+    task = file_task(copies, heldout=1)
+    assert (task.train_size, task.log_lines) == (20, ("19 rows dropped: their prompt is held out",))
+    assert PromptList.of(["a", "b"], heldout=["b"]).log_lines == ("1 row dropped: its prompt is held out",)
 
 
 def test_a_missing_file_is_reported_with_its_key(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,9 +299,9 @@ def test_bad_options(sums: Path, options: dict[str, object], where: str) -> None
     assert caught.value.where == where
 
 
-def test_all_held_out_leaves_nothing(sums: Path) -> None:
-    with pytest.raises(DataError, match="no training prompts"):
-        file_task(sums, heldout_share=1.0)
+def test_all_rows_can_be_held_out_for_an_evaluation(sums: Path) -> None:
+    task = file_task(sums, heldout_share=1.0)
+    assert (len(task.heldout), task.train_size, task.examples) == (20, 0, ())
 
 
 def test_prompts_from_memory() -> None:
@@ -325,3 +347,91 @@ def test_demonstration_chats_give_an_example_for_each_answer(tmp_path: Path) -> 
     assert [len(p.messages or ()) for p in prompts] == [4, 1]
     assert [(len(e.prompt.messages or ()), e.completion) for e in examples] == [(2, "4"), (4, "5")]
     assert len({e.prompt.id for e in examples}) == 2
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bytes]]:
+    """A stand-in of the hub's HTTP interface: files by their path in the data set me/sums and their revision."""
+    files: dict[str, bytes] = {}
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self) -> None:
+            name = self.path.removeprefix("/datasets/me/sums/resolve/")
+            body = files.get(name)
+            self.send_response(404 if body is None else 200)
+            self.send_header("X-Repo-Commit", hashlib.sha1(name.partition("/")[0].encode()).hexdigest())
+            self.send_header("ETag", f'"{hash(body)}"')
+            self.send_header("Content-Length", str(len(body or b"")))
+            if body is None:
+                self.send_header("X-Error-Code", "EntryNotFound")
+            self.end_headers()
+
+        def do_GET(self) -> None:
+            self.do_HEAD()
+            self.wfile.write(files.get(self.path.removeprefix("/datasets/me/sums/resolve/"), b""))
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    yield files
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_file_of_a_data_set_on_the_hub(hub: dict[str, bytes]) -> None:
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(5)]
+    hub["main/data/sums.jsonl"] = "\n".join(map(json.dumps, rows)).encode()
+    hub["v1/data/sums.jsonl"] = b'{"prompt": "old"}'
+
+    def texts(path: str) -> list[str | None]:
+        config = Task.model_validate({"type": "file", "path": path, "heldout_share": 0.0})
+        task = build_task(config)
+        assert isinstance(task, PromptList)
+        return [prompt.text for prompt in task.train]
+
+    assert texts("hf://datasets/me/sums/data/sums.jsonl") == [row["prompt"] for row in rows]
+    assert texts("hf://datasets/me/sums@v1/data/sums.jsonl") == ["old"]
+    with pytest.raises(DataError, match="can't be downloaded"):
+        texts("hf://datasets/me/sums/data/other.jsonl")
+    with pytest.raises(DataError, match="hf://datasets/OWNER/NAME/FILE"):
+        texts("hf://datasets/me/sums")
+
+
+def test_no_turn_of_a_held_out_conversation_is_a_demonstration(tmp_path: Path) -> None:
+    def turns(i: int) -> list[dict[str, str]]:
+        return [
+            {"role": "user", "content": f"q{i}"},
+            {"role": "assistant", "content": "let me look"},
+            {"role": "user", "content": "found"},
+            {"role": "assistant", "content": f"answer {i}"},
+        ]
+
+    completions = write(tmp_path / "a.jsonl", [{"prompt": turns(i)[:1], "completion": turns(i)[1:]} for i in range(10)])
+    chats = write(tmp_path / "b.jsonl", [{"prompt": turns(i)} for i in range(10)])
+    for task in (file_task(completions, heldout=2), file_task(chats, heldout=2)):
+        questions = {(prompt.messages or ())[0]["content"] for prompt in task.heldout}
+        assert len(questions) == 2
+        assert len(task.examples) == 16
+        assert questions.isdisjoint((example.prompt.messages or ())[0]["content"] for example in task.examples)
+
+
+@pytest.mark.parametrize("before", [b"", b"\xef\xbb\xbf", b"\n \n"])
+def test_a_list_after_a_byte_order_mark_or_empty_lines(before: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_bytes(before + b'[\n{"prompt": "a"},\n{"prompt": "b"}]')
+    assert [prompt.text for prompt in file_task(path, heldout_share=0.0).train] == ["a", "b"]
+
+
+def test_a_long_value_in_a_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "long.csv"
+    path.write_text("prompt,answer\n" + "x" * 200_000 + ",1\n")
+    assert len(file_task(path, heldout_share=0.0).train[0].text or "") == 200_000
+
+
+def test_a_null_in_a_template_is_a_missing_column(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [{"country": "Peru"}, {"country": None}])
+    with pytest.raises(DataError, match=r"a\.jsonl:2: no column 'country'"):
+        file_task(path, heldout_share=0.0, prompt_template="The capital of {country}?")

@@ -44,10 +44,10 @@ def test_what_is_no_expression(text: str) -> None:
 
 
 def test_the_worst_text_is_quick() -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     parse("999999999*" * 19 + "9")
     parse("(" * 20 + "1" + ")" * 20)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 @settings(deadline=None)

@@ -15,7 +15,8 @@ from oncurve.terminal.live.progress import RunProgress, StageProgress
 RECIPE = load_recipe("arithmetic", ["sft.steps=300", "grpo.steps=200"])
 METRICS = {
     "reward": 0.8,
-    "entropy": 0.212,
+    "entropy": 0.9,  # over the tokens that the update forwards
+    "sampled_entropy": 0.212,
     "tokens_per_s": 4210.0,
     "length_mean": 23.44,
     "no_signal_share": 0.31,
@@ -63,6 +64,14 @@ def test_the_picture_says_all_that_matters_at_80() -> None:
     assert lines[5] == "held-out 61.5 % ▄▅ +19.5 length 23.4 tokens, 2 % truncated"
     assert lines[6] == "KL – no signal 31 % of groups"
     assert lines[7] == "speed 4,210 tokens/s time sample 60 % · update 40 %"
+
+
+def test_in_a_narrow_picture_no_phase_is_shown_in_part() -> None:
+    progress = middle_of_a_run(LiveDisplay(Console(file=io.StringIO())))
+    progress.current_stage.seconds.clear()
+    progress.current_stage.seconds.update({"update": 0.6, "sample": 0.25, "score": 0.1, "grade": 0.05})
+    assert picture(progress, 80)[7].rstrip().endswith("time       update 60 % · sample 25 %")
+    assert "score 10 % · grade 5 %" in picture(progress, 120)[7]
 
 
 def test_a_log_gets_lines_and_no_control_codes() -> None:

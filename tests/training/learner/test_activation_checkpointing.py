@@ -6,12 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
-from oncurve.training.learner.learner import MAX_FRACTION, checkpoint_layers, layers_to_checkpoint, saved_bytes_per_token
+from oncurve.training.learner.activation_checkpointing import (
+    MAX_FRACTION,
+    checkpoint_layers,
+    decoder_layers,
+    layers_to_checkpoint,
+    saved_bytes_per_token,
+)
 from tests.models.architectures import make_model, tokenizer
+from tests.models.test_every_family import CharacterTokenizer
 from tests.models.test_pack_attention import far_apart, gradients, groups_of, weighted
+from tests.models.tiny_families import tiny_model
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
@@ -32,13 +41,32 @@ def test_the_gradient_is_the_same_with_any_number_of_layers(name: str) -> None:
         assert all(far_apart(a, b) < 1e-6 for a, b in zip(other, results[0], strict=True))
 
 
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("bloom", "falcon", "hrm_text", "mpt", "opt", "qwen3_next")]
+
+
+@pytest.mark.parametrize("family", ["gpt2", *SLOW])
+def test_families_that_name_their_layers_otherwise(family: str) -> None:
+    policy = Policy(tiny_model(family), CharacterTokenizer())
+    pack = build_pack(groups_of("ragged"), policy.device)
+    layers = decoder_layers(policy.backbone)
+    calls: list[nn.Module] = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda module, _: calls.append(module))
+    results = []
+    for count in (0, len(layers)):
+        checkpoint_layers(policy, count)
+        results.append(gradients(policy.model, weighted(*policy.pack_logps(pack, 0.9))))
+    assert set(calls) == set(layers), "each of them is run"
+    assert sum(len(list(layer.parameters())) for layer in layers) > 0.5 * len(list(policy.backbone.parameters()))
+    assert all(far_apart(a, b) < 1e-6 for a, b in zip(*results, strict=True))
+
+
 def test_as_few_layers_as_possible_are_checkpointed() -> None:
-    """Each of 2 layers saves 40 tokens × saved bytes; a checkpointed one saves only 40 × the residual."""
+    """Each of 2 layers saves 40 tokens × saved bytes; a checkpointed one saves only 40 × the residual, and is recomputed."""
     policy = Policy(make_model("llama"), tokenizer())
     each, residual = 40 * saved_bytes_per_token(policy), 40 * 4 * policy.model.config.hidden_size
     assert layers_to_checkpoint(policy, 40, int(2 * each / MAX_FRACTION) + 2) == 0
-    assert layers_to_checkpoint(policy, 40, int((each + residual) / MAX_FRACTION) + 2) == 1
-    assert layers_to_checkpoint(policy, 40, int(2 * residual / MAX_FRACTION) + 2) == 2
+    assert layers_to_checkpoint(policy, 40, int((each + 2 * residual) / MAX_FRACTION) + 2) == 2
     assert layers_to_checkpoint(policy, 40, 0) == 2
 
 

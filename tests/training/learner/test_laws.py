@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from oncurve.algos.objectives import OBJECTIVES
+from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.records import GradedGroup, Group, ScoredGroup
 from oncurve.training.learner.learner import Learner
 from oncurve.training.stages.grpo import grpo_learner_settings
@@ -72,6 +73,29 @@ def test_order_and_sharing_do_not_matter(objective: str, shape: Shape, seed: int
     assert apart(gradient_of(unshared, objective, tokens_per_pack=30), plain) < 1e-5
 
 
+def cut_in_two(group: GradedGroup, cuts: st.DataObject) -> GradedGroup:
+    """Each completion as two sequences: the second follows a context that is the prompt with the first."""
+    g, parts = group.group, []
+    for scored in group.scored.scored:
+        one = scored.completion
+        cut = cuts.draw(st.integers(0, len(one.token_ids) - 1))
+        context = np.concatenate((g.prompt_ids, one.token_ids[:cut]))
+        parts.append(replace(scored, completion=replace(one, contexts=((cut, context),))))
+    return replace(group, scored=ScoredGroup(Group(g.prompt, g.prompt_ids, tuple(s.completion for s in parts)), tuple(parts)))
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@FEW
+@given(shape=SHAPES, budget=st.integers(1, 60), seed=st.integers(0, 999), cuts=st.data())
+def test_a_completion_in_several_sequences_is_one_completion(
+    objective: str, shape: Shape, budget: int, seed: int, cuts: st.DataObject
+) -> None:
+    """A sequence that continues another, forwarded in a context of its own, changes nothing: not even a sequence's ratio."""
+    groups = groups_of(shape, seed)
+    forked = [cut_in_two(group, cuts) for group in groups]
+    assert apart(gradient_of(forked, objective, tokens_per_pack=budget), gradient_of(groups, objective)) < 1e-5
+
+
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_groups_without_signal_change_totals_only(objective: str) -> None:
     """Forwarded or dropped, the gradient is the same: that of the others, divided by a larger total."""
@@ -84,8 +108,33 @@ def test_groups_without_signal_change_totals_only(objective: str) -> None:
         for groups, mode in ((loud, "drop"), ([*loud, *silent], "drop"), ([silent[0], *loud, silent[1]], "keep"))
     )
     assert apart(dropped, kept) < 1e-5
-    by_tokens = objective in ("dapo", "bnpo", "cispo", "reinforce_pp")
+    by_tokens = OBJECTIVE_SPECS[objective].reduction == "mean_over_step_tokens"
     assert apart(dropped, without * (20 / 40 if by_tokens else 5 / 9)) < 1e-5
+
+
+PENALTIES: dict[str, dict[str, Any]] = {"dro": {"objective": "dro"}, "kl_cov": {"entropy": {"kl_cov": 0.3}}, "none": {}}
+
+
+@pytest.mark.parametrize("options", PENALTIES.values(), ids=PENALTIES)
+def test_a_penalty_on_the_change_of_the_policy_gives_silent_groups_a_gradient(options: dict[str, Any]) -> None:
+    """From the second update on, when ratios are no longer 1. Dropped or kept, the gradient is the formula's."""
+    rng = np.random.default_rng(0)
+    groups = [graded_group(rng, 5, [4, 6, 2]), graded_group(rng, 9, [3, 5])]
+    groups += [graded_group(rng, 7, [5, 4, 6], signal=False), graded_group(rng, 2, [5], signal=False)]
+    bare: dict[str, Any] = {"objective": "grpo", "kl": {"beta": 0.0}, "entropy_bonus": 0.0, **options}
+    dropped, kept = (gradient_of(groups, no_signal=mode, **bare) for mode in ("drop", "keep"))
+    assert apart(dropped, kept) < 1e-6
+
+
+CONTROLS = {"top_share": 0.6, "clip_cov": 0.1, "clip_cov_range": [0.0, 9.0], "kl_cov": 0.2}
+
+
+@FEW
+@given(shape=SHAPES, budget=st.integers(1, 60), seed=st.integers(0, 999))
+def test_entropy_controls_select_the_same_tokens_for_every_split_into_packs(shape: Shape, budget: int, seed: int) -> None:
+    groups = groups_of(shape, seed)
+    plain, split = (gradient_of(groups, "grpo", entropy=CONTROLS, **how) for how in ({}, {"tokens_per_pack": budget}))
+    assert apart(split, plain) < 1e-5
 
 
 def test_completions_that_are_not_graded_count_nowhere() -> None:

@@ -16,9 +16,10 @@ from oncurve.models.heads import lm_head
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.records import GradedGroup
-from oncurve.training.learner.learner import Learner
+from oncurve.training.learner.learner import Learner, prefix_group_of
 from oncurve.training.learner.optimiser import Update
 from oncurve.training.stages.grpo import grpo_learner_settings
+from oncurve.training.timing import model_flops
 from tests.training.builders import apart, graded_group, gradient, policy, snapshot, stage
 
 MOVING = {"learning_rate": 0.02}
@@ -182,6 +183,65 @@ def test_the_entropy_bonus_raises_entropy_and_a_negative_one_lowers_it() -> None
     assert after[-1.0] < -0.001
 
 
+def test_top_entropy_tokens_are_those_of_the_policy_before_the_update() -> None:
+    """The gradient is that of the same groups with an advantage of 0 at all other tokens."""
+    batch, trained = groups(), policy()
+    entropies = [
+        np.split(trained.pack_logps(pack)[1].detach().numpy(), np.cumsum(pack.lengths)[:-1])
+        for g in batch
+        for pack in [
+            build_pack(
+                [PrefixGroup(g.group.prompt_ids, tuple(c.token_ids for c in g.group.completions), (0, 1, 2))], trained.device
+            )
+        ]
+    ]
+    flat = np.sort(np.concatenate([e for rows in entropies for e in rows]))
+    bound = flat[-round(0.3 * len(flat))]
+    by_hand = [
+        replace(g, advantages=tuple(a * (e >= bound) for a, e in zip(g.advantages, rows, strict=True)))
+        for g, rows in zip(batch, entropies, strict=True)
+    ]
+    learner = Learner(trained, grpo_learner_settings(stage(entropy={"top_share": 0.3})))
+    metrics = learner.update(batch).metrics
+    assert metrics["entropy_dropped_share"] == pytest.approx(1 - round(0.3 * len(flat)) / len(flat))
+    expected = Learner(policy(), grpo_learner_settings(stage()))
+    expected.update(by_hand)
+    assert apart(gradient(trained.model), gradient(expected.policy.model)) < 1e-5
+
+
+def test_kl_cov_and_clip_cov_choose_by_the_samplers_log_probs() -> None:
+    """One token of each kind out of 44: that of the highest covariance, and one of those in the range."""
+    controls = {"clip_cov": 0.01, "clip_cov_range": [0.5, 50.0], "kl_cov": 0.01, "kl_cov_weight": 3.0}
+    learner = Learner(policy(), grpo_learner_settings(stage(entropy=controls, updates_per_step=2, optimiser=MOVING)))
+    marked = learner._select_tokens(groups())
+    advantages, logps, kept, anchored = (
+        np.concatenate([np.concatenate(rows) for rows in columns])
+        for columns in (
+            [g.advantages for g in marked],
+            [[s.completion.logps for s in g.scored.scored] for g in marked],
+            [g.kept for g in marked],
+            [g.anchored for g in marked],
+        )
+    )
+    values = (advantages - advantages.mean()) * (logps - logps.mean())
+    assert anchored.nonzero()[0].tolist() == [values.argmax()]
+    (dropped,) = (~kept).nonzero()[0]
+    assert 0.5 < values[dropped] < 50
+    plain = Learner(policy(), grpo_learner_settings(stage(updates_per_step=2, optimiser=MOVING)))
+    plain.update(groups())
+    learner.update(groups())
+    assert apart(gradient(learner.policy.model), gradient(plain.policy.model)) > 1e-3
+
+
+def test_a_bonus_follows_its_target_over_groups_with_and_without_signal() -> None:
+    controls = {"target": 100.0, "bonus_step": 0.1, "max_bonus": 0.25}
+    learner = Learner(policy(), grpo_learner_settings(stage(entropy_bonus=0.05, entropy=controls)))
+    silent = [graded_group(np.random.default_rng(0), 4, [6, 5], signal=False)]
+    applied = [learner.update([*groups(), *silent]).metrics["entropy_bonus"] for _ in range(5)]
+    assert applied == pytest.approx([0.0, 0.15, 0.25, 0.25, 0.25])
+    assert learner.update(silent).metrics["entropy"] > 0
+
+
 def test_importance_weights_scale_each_tokens_gradient_up_to_the_cap() -> None:
     """If the sampler's probability of each token is half the learner's, the weight is 2, or the cap."""
     learner = Learner(policy(), grpo_learner_settings(stage()))
@@ -294,6 +354,17 @@ def test_an_update_says_where_its_time_went_and_how_much_of_the_machine_it_used(
     assert all(value >= 0 for value in learned.seconds.values())
     assert 0 < learned.metrics["mfu"] < 1
     assert learned.metrics["update_tflops"] > 0
+
+
+def test_the_pass_that_measures_entropies_counts_as_work() -> None:
+    learner = Learner(policy(), grpo_learner_settings(stage(entropy={"top_share": 0.5})))
+    learned, batch = learner.update(groups()), groups()
+    prefixes = [prefix_group_of(g.scored, range(len(g.scored.scored)), range(len(g.scored.scored))) for g in batch]
+    expected = sum(
+        model_flops(learner.policy, [build_pack([p], learner.policy.device)], forward=1, backward=0) for p in prefixes
+    )
+    assert learner.other_flops == pytest.approx(expected)
+    assert learned.metrics["update_tflops"] * sum(learned.seconds.values()) * 1e12 > expected
 
 
 def test_checkpointing_on_a_cpu_changes_no_gradient() -> None:

@@ -6,21 +6,27 @@ import asyncio
 import copy
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
+from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
-from oncurve.errors import ModelError, RewardError
+from oncurve.errors import ModelError, RecipeError, RewardError
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Group, StepReport
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.python_function import FunctionReward
 from oncurve.tasks.data.prompt_list import PromptList
-from oncurve.training.stages.grpo import GrpoLoop
+from oncurve.training.stages.grpo import GrpoLoop, check_curriculum, extra_samples, group_result
 from oncurve.training.start import rewards_for
 from tests.training.builders import apart, digits, gradient, loop_for, recipe, snapshot
 
@@ -150,6 +156,38 @@ def test_resampling_ends_after_its_rounds_or_when_prompts_run_out() -> None:
     assert loop_for({"no_signal": "resample"}, silent, few).step(1).metrics["no_signal_share"] == 1
 
 
+def test_all_that_resampling_samples_counts() -> None:
+    """Discarded groups were sampled too: their tokens count, and a curriculum learns their pass rates."""
+    asked: list[int] = []
+
+    def fussy(text: str, prompt: str) -> float:
+        asked.append(len(text))
+        return float(len(asked) % 2) if int(prompt[0]) % 3 == 1 else 0.0
+
+    sampling = {"max_new_tokens": 8, "min_new_tokens": 8}
+    loop = loop_for({"no_signal": "resample", "curriculum": {}, "sampling": sampling, "max_resample_rounds": 3}, fussy)
+    report = loop.step(1)
+    assert len(asked) > 16, "some groups are discarded"
+    assert report.metrics["tokens"] == loop.budget.tokens == 8 * len(asked)
+    assert report.metrics["length_mean"] == 8
+    assert loop.selector is not None
+    rates = [known.rate for known in loop.selector.known.values()]
+    assert sum(rate.sampled for rate in rates) == len(asked)
+    assert sum(rate.solved == 0 for rate in rates) > sum(rate.solved > 0 for rate in rates)
+
+
+def test_pass_rates_leave_out_what_a_reward_of_weight_0_could_not_grade() -> None:
+    def crashing(text: str) -> float:
+        raise ValueError("no grade")
+
+    loop = loop_for({"curriculum": {}}, digits)
+    loop.rewards = RewardMix([FunctionReward(digits, "f"), FunctionReward(crashing, "answer", weight=0.0)])
+    (group,) = loop.sample_prompts(loop.select_prompts(1)[:1], 4, SampleKey(0, 1))
+    (scored,) = loop.score([group])
+    assert scored.scored[0].failure is None
+    assert (group_result(scored, loop.rewards).solved, group_result(scored, loop.rewards).sampled) == (0, 0)
+
+
 def test_a_failed_reward_leaves_its_completion_out() -> None:
     def picky(text: str) -> float:
         if len(text) % 3 == 0:
@@ -234,7 +272,7 @@ def test_rewards_that_wait_work_while_others_are_sampled(monkeypatch: pytest.Mon
     def begun(group: Group) -> None:
         begin(group)
         if not overlapped:
-            overlapped.append(all(answered.acquire(timeout=20) for _ in group.completions))
+            overlapped.append(all(answered.acquire(timeout=300) for _ in group.completions))
 
     monkeypatch.setattr(loop.rewards, "prefetch", begun)
     loop.step(1)
@@ -297,3 +335,81 @@ def test_sampled_entropy_covers_groups_that_are_not_forwarded() -> None:
     chance = surprise.std() / np.sqrt(len(surprise))
     assert abs(some.metrics["sampled_entropy"] - everything.metrics["entropy"]) < 4 * chance < 0.06
     assert some.metrics["entropy"] != everything.metrics["entropy"], "the forwarded tokens are others"
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=12), st.integers(1, 6), st.integers(1, 20))
+def test_extra_samples_spend_the_budget_on_groups_that_disagree(disagrees: list[bool], first: int, more: int) -> None:
+    """All of the step's samples are used, groups differ by at most one, and the others get something only if these are full."""
+    size, limit = first + more, 4 * (first + more) - first
+    extra = extra_samples(disagrees, total=len(disagrees) * more, limit=limit)
+    assert sum(extra) + first * len(disagrees) == size * len(disagrees)
+    chosen, others = ([e for e, d in zip(extra, disagrees, strict=True) if d == wanted] for wanted in (True, False))
+    assert all(max(part) - min(part) <= 1 for part in (chosen, others) if part)
+    if chosen and any(others):
+        assert min(chosen) == limit
+
+
+def test_groups_of_adaptive_size_are_those_of_a_larger_group() -> None:
+    """A step has the samples of its recipe; groups whose first two agree stay small; the rest are as if sampled at once."""
+    options = {"group_size": 4, "curriculum": {"first_samples": 2, "max_group_size": 12}}
+    loop = loop_for({**options, "prompts_per_step": 6}, lambda completion: float(sum(map(ord, completion)) % 2))
+    policy = copy.deepcopy(loop.engine.policy)
+    report = loop.step(1)
+    sizes = [len(group.group.completions) for group in report.groups]
+    assert sum(sizes) == 6 * 4
+    assert min(sizes) == 2 < max(sizes)
+    for graded in report.groups:
+        rewards = np.array(graded.scored.totals, np.float64)
+        assert (len(rewards) > 2) == (rewards[0] != rewards[1])
+        engine = NativeEngine(policy, Engine(slots=16))
+        (whole,) = engine.sample([graded.group.prompt], len(rewards), loop.stage.sampling, SampleKey(0, 1))
+        for ours, theirs in zip(graded.group.completions, whole.completions, strict=True):
+            assert np.array_equal(ours.token_ids, theirs.token_ids)
+        for row, value in zip(graded.advantages, rewards - rewards.mean(), strict=True):
+            np.testing.assert_allclose(row, value / (rewards.std(ddof=1) + 1e-4), atol=1e-5)
+    silent = sum(size for size, group in zip(sizes, report.groups, strict=True) if not group.has_signal)
+    assert report.metrics["no_signal_samples"] == silent / 24 < report.metrics["no_signal_share"]
+
+
+def test_a_curriculum_asks_again_what_is_sometimes_solved() -> None:
+    """Prompts whose first digit is 0 are never solved, those with 1 always, others half of the time."""
+
+    def reward(prompts: list[str], completions: list[str]) -> list[float]:
+        return [{"0": 0.0, "1": 1.0}.get(prompts[0][0], float(i % 2)) for i in range(len(completions))]
+
+    shares = {}
+    for name, options in {"with": {"curriculum": {"unseen": 0.34, "pools": [0, 1, 0]}}, "without": {}}.items():
+        loop = loop_for({"prompts_per_step": 9, "steps": 9, **options}, reward)
+        shares[name] = [report.metrics["no_signal_share"] for report in run(loop, 9)]
+    assert shares["with"][0] == shares["without"][0]
+    assert sum(shares["with"][4:]) < 0.5 * sum(shares["without"][4:])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"first_samples": 4}, "first_samples.*group_size = 4"),
+        ({"first_samples": 1}, "two completions at least can disagree"),
+        ({"first_samples": 2, "max_group_size": 3}, "max_group_size.*use 4 or more"),
+        ({"max_group_size": 8}, "set first_samples"),
+        ({"medium": [0.9, 0.1]}, "the lower bound is above"),
+        ({"medium": [0.1, 0.9]}, "set pools"),
+        ({"pools": [0, 0, 0]}, "no prompt would ever be preferred"),
+        ({"pools": [1, 1]}, "pools"),
+        ({"unseen": 1.5}, "unseen"),
+    ],
+)
+def test_mistakes_in_a_curriculum_are_explained(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=f"(?s){message}"):
+        recipe(f"grpo.curriculum={toml_of(options)}")
+
+
+def toml_of(table: dict[str, Any]) -> str:
+    return "{" + ", ".join(f"{key} = {value}" for key, value in table.items()) + "}"
+
+
+def test_a_curriculum_needs_pass_rates(tmp_path: Path) -> None:
+    config = recipe("grpo.curriculum={}", "task.type=file", "task.digits=", f"task.path={tmp_path / 'rows.jsonl'}")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 1)
+    with pytest.raises(RecipeError, match="none of the stage's rewards defines correct answers"):
+        check_curriculum(config.rollout_stages[0], loop_for({}, digits).task, rewards_for(config, config.stages[-1]))  # type: ignore[arg-type]

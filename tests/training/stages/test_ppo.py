@@ -210,6 +210,39 @@ def test_value_warm_up_updates_only_the_critic() -> None:
     assert not torch.equal(snapshot(loop.learner.policy.model), before)
 
 
+def test_further_passes_of_the_critic_leave_the_policys_update_alone() -> None:
+    """Three passes of the critic for one of the policy; in a warm-up step three too."""
+    options: dict[str, Any] = {"critic": {"learning_rate": 1e-2, "warmup_steps": 1}, "optimiser": {"learning_rate": 1e-2}}
+    more = {**options, "critic": {**options["critic"], "updates_per_step": 3}}
+    once, often = loop_for(options), loop_for(more)
+    scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
+    for loop in (once, often):
+        graded = loop.grade(scored)
+        loop.learner.update(graded)
+    assert (len(once.learner.value_updates), len(often.learner.value_updates)) == (1, 3)
+    assert torch.equal(snapshot(once.learner.policy.model), snapshot(often.learner.policy.model))
+    assert not torch.equal(snapshot(once.learner.critic.module), snapshot(often.learner.critic.module))
+    often.step(1)
+    assert len(often.learner.value_updates) == 3
+
+
+def test_a_normalised_critic_starts_at_the_mean_reward_and_resumes_with_its_scale() -> None:
+    options: dict[str, Any] = {"critic": {"normalise": True, "learning_rate": 1e-2}}
+    loop = loop_for(options)
+    scored = [scored_group(i, [4, 6, 3]) for i in range(3)]
+    graded = loop.grade(scored)
+    rewards = [total for group in scored for total in group.totals if total is not None]
+    values = np.concatenate([v for g in graded if isinstance(g, ValuedGroup) for v in g.values])
+    assert values == pytest.approx(np.full(len(values), np.mean(rewards)), abs=1e-5)
+    assert loop.learner.value_scale == pytest.approx((np.mean(rewards), np.std(rewards)))
+    loop.learner.update(graded)
+    resumed = loop_for(options)
+    resumed.load_state(copy.deepcopy(loop.state()))
+    one, other = (each.learner.values(scored) for each in (loop, resumed))
+    assert all(np.array_equal(a, b) for rows in zip(one, other, strict=True) for a, b in zip(*rows, strict=True))
+    assert not np.allclose(np.concatenate([v for rows in one for v in rows]), np.mean(rewards), atol=1e-3), "it has learned"
+
+
 def test_the_critic_learns_what_follows() -> None:
     """On the same completions again and again, explained variance rises from 0 to well above 0.5."""
     loop = loop_for({"gae_lambda": 1.0, "critic": {"learning_rate": 3e-3, "clip": 0.0}})
@@ -275,6 +308,12 @@ def test_a_stage_with_only_warm_up_steps_is_refused() -> None:
         recipe("grpo.type=ppo", "ppo.critic.warmup_steps=4")
     assert raised.value.where == "ppo.critic.warmup_steps"
     assert "none would train the policy" in raised.value.because
+
+
+def test_a_critic_with_fewer_passes_than_the_policy_is_refused() -> None:
+    with pytest.raises(RecipeError) as raised:
+        recipe("grpo.type=ppo", "ppo.updates_per_step=2", "ppo.critic.updates_per_step=1")
+    assert raised.value.where == "ppo.critic.updates_per_step"
 
 
 def test_the_policy_learns_as_in_grpo_after_the_warm_up() -> None:

@@ -10,6 +10,7 @@ import torch
 from oncurve.errors import DataError
 from oncurve.recipe.schema.stages import Sft
 from oncurve.records import Example, Prompt
+from oncurve.runs.step_notes import watch_progress
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.stages.sft import SftLoop
 from tests.training.builders import apart, gradient, policy
@@ -87,6 +88,14 @@ def test_the_held_out_loss_is_that_of_examples_which_are_never_trained_on() -> N
             total -= sum(float(logps[len(prompt) - 1 + t, token]) for t, token in enumerate(own))
             count += len(own)
     assert observed[-1]["heldout_loss"] == pytest.approx(total / count, abs=1e-4)
+
+
+def test_the_measurement_of_the_held_out_loss_shows_its_progress() -> None:
+    stage = Sft.model_validate({"steps": 1, "batch_size": 4, "heldout_share": 0.3, "eval_every": 1, "tokens_per_pack": 1})
+    shares: list[float] = []
+    with watch_progress(shares.append):
+        SftLoop(stage, 0, MANY, policy()).step(1)
+    assert shares == pytest.approx([0, 1 / 3, 2 / 3])
 
 
 def test_it_stops_early_and_a_resumed_loop_knows_how_long_it_has_waited() -> None:

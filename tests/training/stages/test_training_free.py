@@ -20,6 +20,7 @@ from oncurve.rewards.python_function import FunctionReward
 from oncurve.rewards.verifiers.answer import AnswerOptions, AnswerReward
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.runs.step_notes import watch_progress
 from oncurve.studio.playground import models_of
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.listeners import Listener
@@ -81,6 +82,19 @@ def test_the_library_says_what_set_better_answers_apart_and_held_out_accuracy_ri
     written = (tmp_path / "experience" / "training_free.md").read_text()
     assert f"- **E1** {HINT}" in written
     assert Library.read(tmp_path / "experience" / "training_free.md").entries == stage_loop.library.entries
+
+
+def test_the_held_out_measurement_shows_its_progress(endpoint: Judge, tmp_path: Path) -> None:
+    """Two prompts, first without the library, then with it; later with it alone."""
+    stage_loop = loop(endpoint, tmp_path)
+    shares: list[float] = []
+    with watch_progress(shares.append):
+        stage_loop.step(1)
+        assert shares == []
+        stage_loop.measure()
+        assert shares == [0, 0.25, 0.5, 0.75, 1]
+        stage_loop.measure()
+    assert shares[5:] == [0, 0.5, 1]
 
 
 def test_a_resumed_run_sends_no_request_twice_and_ends_the_same(endpoint: Judge, tmp_path: Path) -> None:
