@@ -9,7 +9,7 @@ VLLM_PIP := $(VLLM)/bin/python -m pip --disable-pip-version-check --quiet --quie
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-slow test-gpu test-vllm check bench docs web check-web learn-site
+.PHONY: help setup train test test-slow test-gpu test-vllm check bench docs docs-serve web check-web learn-site
 
 help:
 	@echo "make train      train the arithmetic recipe on this machine (three minutes on 2 cores)"
@@ -19,9 +19,9 @@ help:
 	@echo "make test-vllm  run the tests of engine = \"vllm\" in a separate environment with vLLM for CPUs"
 	@echo "make check      check format, lint and types"
 	@echo "make bench      time a GRPO step in Oncurve and in TRL on this CPU"
-	@echo "make docs       regenerate the generated pages of docs/"
+	@echo "make docs       regenerate the generated pages and build the site in build/site; make docs-serve shows it"
 	@echo "make web        build the studio's page (needs Node); make check-web checks that the build is current"
-	@echo "make learn-site  copy the Learn page to build/learn as a static site that needs no server"
+	@echo "make learn-site  copy the Learn pages to build/learn: any host, or open index.html from the folder"
 	@echo "make setup      install everything for the targets above in .venv"
 
 train: $(VENV)/.run
@@ -43,26 +43,30 @@ test-vllm: $(VLLM)/.ready
 check: $(VENV)/.dev
 	@$(BIN)/ruff format --check --quiet . || { echo "files are not formatted; fix: .venv/bin/ruff format ." >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/mypy oncurve tests examples bench docs/make_pages.py
+	@$(BIN)/mypy oncurve tests examples bench docs
 
 bench: $(VENV)/.dev
 	@$(BIN)/python bench/step_cpu.py
 
 docs: $(VENV)/.dev
-	@$(BIN)/python docs/make_pages.py
+	@$(BIN)/python docs/make_site.py
+
+docs-serve: docs
+	@echo "The site is on http://127.0.0.1:8001 (Ctrl-C stops it)"
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8001
 
 web: web/node_modules/.installed
 	@cd web && npm run --silent check && npm run --silent build
 
 learn-site:
-	@mkdir -p build && rm -rf build/learn && cp -r oncurve/studio/static build/learn && rm build/learn/source.sha256
-	@sed -i 's|</head>|<meta name="learn-only" content=""></head>|' build/learn/index.html
+	@mkdir -p build && rm -rf build/learn && cp -r docs/learn build/learn
 
 # Builds the page in a temporary folder and compares: the committed files must equal the build, byte for byte.
 check-web: web/node_modules/.installed
 	@cd web && npm run --silent check && npx vite build --logLevel warn --emptyOutDir --outDir node_modules/.again
-	@diff -r --exclude source.sha256 web/node_modules/.again oncurve/studio/static \
-	  || { echo "oncurve/studio/static differs from what web/ builds; fix: make web" >&2; exit 1; }
+	@cd web && npx vite build --config vite.learn.config.ts --logLevel warn --emptyOutDir --outDir node_modules/.learn
+	@diff -r --exclude source.sha256 web/node_modules/.again oncurve/studio/static && diff -r web/node_modules/.learn docs/learn \
+	  || { echo "oncurve/studio/static or docs/learn differs from what web/ builds; fix: make web" >&2; exit 1; }
 
 # Not `npm ci`: it rejects a lock file without the optional binaries of every platform, and not all are published at once.
 web/node_modules/.installed: web/package.json web/package-lock.json

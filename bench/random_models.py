@@ -42,19 +42,19 @@ def make_tokenizer(words: int) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=known, eos_token="<end>", pad_token="<pad>", unk_token="<unknown>")
 
 
-def make_model(size: str, device: torch.device, dtype: torch.dtype) -> Qwen3ForCausalLM:
+def make_model(size: str, device: torch.device, dtype: torch.dtype, max_positions: int = 8192) -> Qwen3ForCausalLM:
     torch.manual_seed(0)
     config = Qwen3Config(
-        **shape_of(size), max_position_embeddings=8192, tie_word_embeddings=True, eos_token_id=1, pad_token_id=2
+        **shape_of(size), max_position_embeddings=max_positions, tie_word_embeddings=True, eos_token_id=1, pad_token_id=2
     )
     with torch.device(device):
         model = Qwen3ForCausalLM(config)
     return model.to(dtype)
 
 
-def make_policy(size: str, device: torch.device, dtype: torch.dtype, lora_rank: int = 0) -> Policy:
+def make_policy(size: str, device: torch.device, dtype: torch.dtype, lora_rank: int = 0, max_positions: int = 8192) -> Policy:
     """A policy with an adapter of rank ``lora_rank`` on every linear layer, or none if it is 0."""
-    model = make_model(size, device, dtype)
+    model = make_model(size, device, dtype, max_positions)
     if lora_rank:
         lora.attach(model, Lora(rank=lora_rank), 0, "random")
     return Policy(model, make_tokenizer(shape_of(size)["vocab_size"]))

@@ -3,6 +3,7 @@
     python bench/step.py --against trl,trl+vllm       everything; writes bench/results/step.json
     python bench/step.py --only step --against …      only complete steps
     python bench/step.py --only long,linear,mfu       only the update: long prompts, growth, use of the matrix rate
+    python bench/step.py --only completions           only the update: one group of two long completions
     python bench/step.py --only lora                  complete steps: full fine-tuning, LoRA, LoRA through peft's modules
     python bench/step.py --table                      write the numbers of that file into bench/README.md
 
@@ -50,7 +51,7 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "step.json"
 README = HERE / "README.md"
 PACKAGES = ("torch", "transformers", "triton", "trl", "vllm")
-PARTS = ("step", "long", "linear", "mfu", "lora")
+PARTS = ("step", "long", "completions", "linear", "mfu", "lora")
 Row = dict[str, Any]
 
 
@@ -66,9 +67,10 @@ def stage(args: argparse.Namespace, beta: float, **more: Any) -> Grpo:
     return Grpo.model_validate({**plain, "tokens_per_pack": args.pack, "optimiser": {"learning_rate": 1e-6}, **more})
 
 
-def policy_of(size: str, lora_rank: int = 0) -> Policy:
+def policy_of(size: str, lora_rank: int = 0, max_positions: int = 8192) -> Policy:
     on_gpu = torch.cuda.is_available()
-    return make_policy(size, torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32, lora_rank)
+    device, dtype = torch.device("cuda" if on_gpu else "cpu"), torch.bfloat16 if on_gpu else torch.float32
+    return make_policy(size, device, dtype, lora_rank, max_positions)
 
 
 def peak_gib() -> float | None:
@@ -151,6 +153,22 @@ def long_prompts(args: argparse.Namespace) -> list[Row]:
         rows.append({"shared": shared, "prompt": prompt, "new": new, "group": 16, **update_of(learner, batch, args.steps)})
         del learner
     rows[0]["times_faster"] = round(rows[1]["seconds"] / rows[0]["seconds"], 2)
+    return rows
+
+
+def long_completions(args: argparse.Namespace) -> list[Row]:
+    """One group of two long completions in one pack: the fastest setting for the memory there is, and the smallest memory."""
+    rows = []
+    for new in map(int, args.lengths.split(",")):
+        for checkpointing in ("auto", "on"):
+            policy, words = policy_of(args.size, max_positions=new + args.prompt), shape_of(args.size)["vocab_size"]
+            groups = graded_groups(1, 2, args.prompt, new, words)
+            settings = stage(args, 0.0, tokens_per_pack=2 * new + args.prompt, checkpointing=checkpointing)
+            learner = warm(Learner(policy, grpo_learner_settings(settings)), graded_groups(1, 2, args.prompt, new // 4, words))
+            rows.append({"new": f"2 × {new:,}", "checkpointing": checkpointing, **update_of(learner, groups, 2)})
+            print(rows[-1], flush=True)
+            del policy, learner
+            fresh_peak()
     return rows
 
 
@@ -282,7 +300,9 @@ def measure(args: argparse.Namespace) -> Iterator[Row]:
             for row in peer(args, name):
                 results["step"].append(row)
                 yield results
-    for name, part in (("long", long_prompts), ("linear", growth), ("mfu", matrix_use), ("lora", adapters)):
+    for name, part in (
+        ("long", long_prompts), ("completions", long_completions), ("linear", growth), ("mfu", matrix_use), ("lora", adapters),
+    ):  # fmt: skip
         if name in selected:
             results[name] = part(args)
             fresh_peak()
@@ -308,6 +328,7 @@ def tables(results: Row) -> str:
         lines.append("")
     for name, columns in (
         ("long", ("shared", "prompt", "new", "group", "seconds", "tflops", "peak_gib", "times_faster")),
+        ("completions", ("new", "checkpointing", "seconds", "tflops", "peak_gib")),
         ("linear", ("times", "completions", "seconds", "ms_per_completion", "mfu", "peak_gib")),
         ("mfu", ("size", "prompt", "new", "seconds", "tflops", "mfu", "peak_gib")),
         ("lora", ("trained", "rank", "step_s", "sample_s", "update_s", "mfu", "peak_gib")),
@@ -334,6 +355,7 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--betas", default="0,0.04")
     parser.add_argument("--mfu-sizes", default="1.7b,4b")
+    parser.add_argument("--lengths", default="16384,65536", help="tokens of a completion for --only completions")
     parser.add_argument("--rank", type=int, default=32, help="adapter rank for --only lora")
     parser.add_argument("--against", default="", help="peers, separated by commas: trl, trl+vllm")
     parser.add_argument("--peer-path", default="", help="prepended to PYTHONPATH of the peers' processes")

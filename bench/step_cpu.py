@@ -197,7 +197,7 @@ def timed(function: Callable[..., Any], phase: str, seconds: Seconds) -> Callabl
 WORKERS = {"oncurve": oncurve_worker, "trl": trl_worker}
 
 
-def start(worker: Callable[[Work, Connection], None], work: Work) -> Connection:
+def start(worker: Callable[[Any, Connection], None], work: Any) -> Connection:
     """Start a worker process that is ready to step; returns the pipe that drives it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()

@@ -1,4 +1,5 @@
-"""Generates docs/recipes.md, docs/from-trl.md and tables of other pages from the code, and measured figures from bench/results.
+"""Generates docs/recipes.md, docs/commands.md, docs/from-trl.md and tables of other pages from the code, and measured figures
+from bench/results.
 
 python docs/make_pages.py
 """
@@ -15,10 +16,13 @@ from statistics import median
 from typing import Any
 
 from oncurve.algos.objectives import OBJECTIVES
+from oncurve.cli.app import COMMANDS, LazyCommand
 from oncurve.model_families import PATHS, family_paths
 from oncurve.objective_specs import BUILT_IN_OBJECTIVES
-from oncurve.plan.hardware import CPU_CORE_FLOPS, this_cpu
+from oncurve.plan.hardware import CPU_CORE_FLOPS, GIB, find_gpu, this_cpu
 from oncurve.plan.model_shape import ModelShape
+from oncurve.plan.model_table import find_shape
+from oncurve.plan.plan import longest_completion
 from oncurve.plan.request import job_for
 from oncurve.plan.step_time import seconds_of
 from oncurve.recipe.keys import RecipeKey, section_keys
@@ -42,12 +46,13 @@ def pages() -> dict[Path, str]:
         "models.md": {"families": families_table()},
         "rewards.md": {"rewards": rewards_table()},
         "tasks.md": {"tasks": tasks_table()},
-        "plan.md": {"cpu-step": cpu_step_table()},
+        "plan.md": {"cpu-step": cpu_step_table(), "longest": longest_table()},
         "../README.md": {"speed": speed_table()},
     }
     files = {(DOCS / name).resolve(): parts for name, parts in tables.items()}
     return {
         DOCS / "recipes.md": recipes_page(),
+        DOCS / "commands.md": commands_page(),
         DOCS / "from-trl.md": from_trl_page(),
         **{path: fill_tables(path.read_text(encoding="utf-8"), parts) for path, parts in files.items()},
     }
@@ -164,6 +169,61 @@ def from_trl_page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def commands_page() -> str:
+    """Every command with its example and options, by the panels of `oncurve --help`."""
+    parts = [NOTE, "# Commands", COMMANDS_HEAD]
+    panel = ""
+    overview = []
+    details = []
+    for row in COMMANDS:
+        lazy = LazyCommand(*row)
+        command = lazy.load()
+        if row[0] != panel:
+            panel = row[0]
+            overview.append(f"**{panel}**\n")
+        overview.append(f"- [`oncurve {lazy.name}`](#oncurve-{lazy.name}): {row[3]}")
+        details += command_section(f"oncurve {lazy.name}", command, lazy.example)
+        for child in [c for c in getattr(command, "commands", {}).values() if not c.hidden]:
+            details += command_section(f"oncurve {lazy.name} {child.name}", child, "")
+    lines = [("\n" if line.startswith("**") and at else "") + line for at, line in enumerate(overview)]
+    return "\n\n".join([*parts, "\n".join(lines), *details]) + "\n"
+
+
+NOT_RUN = {
+    "oncurve studio": "it serves until you stop it; tests/studio opens every page in a browser",
+    "oncurve serve": "it serves until you stop it; tests/serve calls every endpoint",
+    "oncurve tinker": "it serves until you stop it; tests/tinker calls every endpoint",
+    "oncurve models convert": "it needs the GGUF file of a pretrained model; tests/models/loading converts one",
+}
+"""Examples that tests don't run, and why (docs/code_blocks.py)."""
+
+
+def command_section(name: str, command: Any, example: str) -> list[str]:
+    parameters = [p for p in command.params if p.name != "help" and not getattr(p, "hidden", False)]
+    arguments = [p for p in parameters if p.param_type_name == "argument"]
+    options = [p for p in parameters if p.param_type_name == "option"]
+    head = "###" if name.count(" ") > 1 else "##"
+    example = example or (command.epilog or "").removeprefix("Example: ")
+    text = inspect.cleandoc(command.help or "").replace("\f", "")
+    rows = [(f"`{p.metavar or p.name.upper()}`", "", p.help or "") for p in arguments]
+    rows += [(option_name(p), option_default(p), p.help or "") for p in options]
+    parts = [f"{head} `{name}`", text]
+    if example:
+        mark = f"<!-- not run: {NOT_RUN[name]} -->\n" if name in NOT_RUN else ""
+        parts.append(f"{mark}```sh\n{example}\n```")
+    return [*parts, *([table(("argument or option", "default", "meaning"), rows)] if rows else [])]
+
+
+def option_name(option: Any) -> str:
+    names = ", ".join(f"`{name}`" for name in option.opts)
+    return names if option.is_flag else f"{names} `{option.metavar or option.name.upper()}`"
+
+
+def option_default(option: Any) -> str:
+    is_shown = option.default is not None and not option.is_flag and not option.multiple and not callable(option.default)
+    return f"`{option.default}`" if is_shown else ""
+
+
 def objectives_table() -> str:
     rows = []
     for name, spec in BUILT_IN_OBJECTIVES.items():
@@ -268,6 +328,26 @@ def cpu_step_table() -> str:
     return table(("a step on two cores", "planned", "measured"), rows)
 
 
+LONGEST_GPUS = ("RTX4090", "L40S", "H100-80GB", "H200")
+LONGEST_METHODS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "LoRA 32": {"lora_rank": 32},
+    "QLoRA 32": {"lora_rank": 32, "quantise": "nf4"},
+}
+
+
+def longest_table() -> str:
+    """The longest completion that trains on one GPU, by model and method."""
+    gpus = [find_gpu(name) for name in LONGEST_GPUS]
+    rows = []
+    for model in ("0.6B", "1.7B", "4B", "8B"):
+        for method, settings in LONGEST_METHODS.items():
+            job = job_for(find_shape(f"Qwen/Qwen3-{model}"), gpus[0], prompts=8, group_size=8, prompt_tokens=512)
+            lengths = [longest_completion(replace(job, gpu=gpu, **settings)) for gpu in gpus]
+            rows.append((f"Qwen3-{model}, {method}", *(f"{length:,}" if length else "none" for length in lengths)))
+    return table(("one GPU", *(f"{gpu.name}, {gpu.memory / GIB:.0f} GiB" for gpu in gpus)), rows)
+
+
 SHARED_KEYS: dict[type[StageBase], str] = {
     StageBase: "Every stage",
     RolloutStage: "Stages that sample",
@@ -287,6 +367,11 @@ default written out, and `oncurve recipe list` names the built-in ones.
 To see whether a recipe works before a long run, add `--smoke` to `oncurve train`: every stage makes two steps, each followed by
 an evaluation and a checkpoint. Warm-ups are shortened too; batch sizes and lengths stay, so that the memory is that of the
 complete run."""
+
+COMMANDS_HEAD = """\
+RUN is a run's name or folder; `RUN@best` and `RUN@STAGE-STEP` name one of its checkpoints. RECIPE is a file or the name of a
+built-in recipe. Commands that print data take `--json`. User errors print one message with a fix and exit with code 2; a run
+that was stopped exits with 128 plus the signal's number, 130 for Ctrl-C. `--help` prints what this page says."""
 
 TRL_HEAD = """\
 `oncurve recipe from-trl CONFIG.yaml` converts a config of TRL 1.16's GRPOTrainer to a recipe, and prints notes on what differs.
