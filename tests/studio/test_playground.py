@@ -144,7 +144,9 @@ def test_what_is_typed_before_the_run_s_settings_arrive_stays(playground: Served
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("role", "name", "typed"), [("textbox", "Prompt", "1+2="), ("spinbutton", "Max new tokens", "3")])
-def test_settings_that_arrive_do_not_replace_the_field_with_the_cursor(playground: Served, role: Any, name: str, typed: str) -> None:
+def test_settings_that_arrive_do_not_replace_the_field_with_the_cursor(
+    playground: Served, role: Any, name: str, typed: str
+) -> None:
     """The run's prompt arrived between the selection of a field and the first key, and what was typed stood behind it."""
     with a_browser() as browser, a_page(browser, "about:blank") as watched:
         watched.host = playground.address.removeprefix("http://")
