@@ -13,6 +13,7 @@ Two forms of a block are described, with n₁ to n₄ norms or nothing, and s th
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -433,10 +434,10 @@ class _Explanation:
         if self.after:
             raise Undescribed(f"a {type(self.after[0].module).__name__} after attention")
         if is_parallel:
-            scale = _scale_between(added + more, self.output - x, config, x)
+            scale = _residual_scale(x, (added, more), self.output, config)
         else:
-            scale = _scale_between(added, middle - x, config, x)
-            if abs(_scale_between(more, self.output - middle, config, middle) - scale) > 1e-3 * abs(scale):
+            scale = _residual_scale(x, (added,), middle, config)
+            if abs(_residual_scale(middle, (more,), self.output, config) - scale) > 1e-3 * abs(scale):
                 raise Undescribed("two residual sums of different scales")
         return BlockDescription(
             **attention, is_parallel=is_parallel, mlp_norm=mlp_norm, output_norm=output_norm, mlp=mlp, residual_scale=scale
@@ -626,6 +627,26 @@ def _activation_of(module: nn.Module) -> Activation:
     raise Undescribed(f"the activation {type(module).__name__}")
 
 
+def _residual_scale(x: Tensor, terms: Sequence[Tensor], total: Tensor, config: Any) -> float:
+    """s with total = x + s·(the sum of the terms): the only number of the config that gives these bits, else an estimate.
+
+    An estimate needs terms that are not small beside x. In 16 bits those of a pretrained model often are: a few elements of its
+    residual stream are thousands of times as large as the others.
+    """
+    exact = {s for s in _known_scales(config) if any(torch.equal(y, total) for y in _residual_sums(x, [t * s for t in terms]))}
+    return exact.pop() if len(exact) == 1 else _scale_between(sum(terms[1:], terms[0]), total - x, config, x)
+
+
+def _residual_sums(x: Tensor, terms: Sequence[Tensor]) -> Iterator[Tensor]:
+    """x plus one or two terms, in every order of rounding."""
+    for first, *rest in itertools.permutations((x, *terms)):
+        yield sum(rest, first)
+
+
+def _known_scales(config: Any) -> set[float]:
+    return {1.0, *(float(v) for v in vars(config).values() if isinstance(v, float))}
+
+
 def _scale_between(one: Tensor, other: Tensor, config: Any, beside: Tensor | None = None) -> float:
     """s with other = s·one, exactly 1 or a number of the config if it is one of those up to rounding.
 
@@ -643,8 +664,9 @@ def _scale_between(one: Tensor, other: Tensor, config: Any, beside: Tensor | Non
     if torch.equal(one * rounded, other):  # Gemma rounds the scale of its embedding to the model's precision
         return rounded
     near = 1e-5 if one.dtype in (torch.float32, torch.float64) else 4e-3
-    known = [1.0, *(float(v) for v in vars(config).values() if isinstance(v, float))]
-    return next((value for value in known if abs(scale - value) <= near * abs(value)), scale)
+    return min(
+        (v for v in _known_scales(config) if abs(scale - v) <= near * abs(v)), key=lambda v: abs(scale - v), default=scale
+    )
 
 
 def _tolerance(x: Tensor) -> float:

@@ -137,6 +137,20 @@ def test_a_wrong_description_is_not_used() -> None:
     assert isinstance(decoder.step, ModuleStep)
 
 
+@pytest.mark.parametrize("family", ["llama", "granite", "cohere2", "gemma3_text"])
+def test_blocks_beside_massive_activations_are_described_in_16_bits(family: str) -> None:
+    """A few elements of a pretrained model's residual stream are thousands of times as large as what a block adds: a difference
+    of two rounded sums says nothing about the scale of what was added."""
+    model = make_model(family)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, :2] *= 3000.0
+    exact, rounded = describe(model), describe(copy.deepcopy(model).bfloat16())
+    assert isinstance(exact, DecoderDescription), exact
+    assert isinstance(rounded, DecoderDescription), rounded
+    assert [block.residual_scale for block in rounded.blocks] == [block.residual_scale for block in exact.blocks]
+    assert rounded.blocks[0].residual_scale == (0.5 if family == "granite" else 1.0)
+
+
 def test_what_present_weights_hide_is_not_described() -> None:
     """A norm after the rotary embedding whose weight is still uniform, a projection of zeros, a scale of 1 that is trained."""
     assert describe(tiny_model("hunyuan_v1_dense")) == "a norm of q and k after the rotary embedding"
