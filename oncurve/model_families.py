@@ -21,7 +21,7 @@ FAMILY_TABLE = Path(__file__).with_name("model_families.tsv")
 PATHS = {
     "fast": "fast path: our attention, and fused modules in learner and sampler",
     "attention": "our attention: a group's completions share their prompt; plain decoders have a fused decode step on a GPU",
-    "general": "general path: transformers' own forward and cache, slower and as exact",
+    "general": "general path: transformers' own forward and cache, slower but equally exact",
     "uncached": "general path without a cache: every token runs the complete sequence again, which is very slow",
     "refused": "refused: no path gives the log-probs of its own forward",
     "unknown": "unknown family: which path it takes is found out when it is opened",

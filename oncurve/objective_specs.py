@@ -282,7 +282,7 @@ BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {
         "log_likelihood",
         None,
         "mean_over_step_tokens",
-        "log-likelihood weighted by the centred reward, scaled up by the fraction of completions in groups without signal",
+        "log-likelihood weighted by the centred reward, divided by the fraction of completions in groups with signal",
         "GPG, arXiv 2504.02546",
         scale="signal_share",
     ),

@@ -156,8 +156,8 @@ def _is_recorded(run: RunFolder, capabilities: Sequence[Capability]) -> bool:
 
 
 def _record(path: Path, state: RunState, capabilities: Sequence[Capability]) -> Path:
-    """The record's file. Its name is a hash of the run's folder, its creation time, the capabilities, and the folder in which
-    their files are looked for."""
+    """The file that records the user's agreement to a run. Its name is a hash of the run's folder, the run's creation time, the
+    capabilities, and the folder to which the recipe's paths are relative."""
     agreed = [str(path), state.created, sorted((capability.where, capability.what) for capability in capabilities)]
     agreed += [] if state.folder is None else [state.folder]
     name = hashlib.sha256(json.dumps(agreed).encode()).hexdigest()

@@ -67,7 +67,7 @@ def gymnasium_class(id: str, where: str) -> type:
 
 
 def observation_text(observation: Any) -> str:
-    """An observation as JSON, with numbers rounded; a text as it is."""
+    """An observation as JSON, with rounded numbers. A string is returned unchanged."""
     return observation if isinstance(observation, str) else json.dumps(_plain(observation))
 
 

@@ -196,7 +196,8 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
 
 
 class _App:
-    """An app of a module or file in a separate process, which ends with this one and is restarted if it ends earlier."""
+    """An app from a module or file, which runs in a child process. `url` starts the child, also again if it has ended. The
+    child ends with this process at the latest."""
 
     def __init__(self, reference: str, folder: str) -> None:
         self.reference, self.folder, self._lock = reference, folder, threading.Lock()
@@ -204,7 +205,7 @@ class _App:
 
     @staticmethod
     def of(reference: str) -> _App:
-        """The only instance of this process for an app, whose file is relative to the current folder."""
+        """The instance for an app; a process has one per app. The app's file is relative to the current folder."""
         return _only_app(reference, os.getcwd())
 
     def is_running(self) -> bool:

@@ -1,8 +1,9 @@
-"""Episodes with tools: functions, and the methods of a stateful environment, run beside the sampler.
+"""Episodes with tools. The tools are functions and the methods of a stateful environment, and run in parallel with the sampler.
 
-Each episode has a thread of its own, so that an instance is used by one thread only and its calls never overlap; `async`
-functions run in the event loop that all episodes share. A call that takes too long ends its completion: its thread can't be
-stopped and is abandoned. A function that sets a signal handler, which Python allows in the main thread alone, runs there.
+Each episode has a thread of its own, so an environment's instance is used by one thread only and its calls never overlap.
+`async` functions run in one event loop, which all episodes share. If a call takes too long, its completion ends; its thread
+can't be stopped and is abandoned. If a function sets a signal handler, it runs in the main thread, because Python allows that
+nowhere else.
 """
 
 from __future__ import annotations
@@ -149,7 +150,10 @@ class EpisodeFuture(Future[Any]):
         return super().result(timeout)
 
     def run_in_main_thread(self, function: Callable[[], Any]) -> Any:
-        """The function's result. The episode's thread waits for it, or until the job has been answered without it."""
+        """Has the main thread run the function, and returns its result. Called in the episode's thread, which waits for it.
+
+        Raises _HungError if the job gets its answer first, because a call took too long.
+        """
         outcome: Future[Any] = Future()
         self.add_done_callback(lambda _: _settle(outcome, error=_HungError()) if Future.done(self) else None)
 

@@ -46,8 +46,8 @@ class Tool:
 
 
 def describe_tool(function: object, where: str) -> Tool:
-    """A function as a tool. An attribute `json_schema` replaces the schema of its signature and docstring. Raises RecipeError,
-    which names ``where``, if the function does not say how to call it."""
+    """Converts a function to a tool. The schema is the function's attribute `json_schema` if it has one, else it is built from
+    the signature and the docstring. Raises RecipeError, which names ``where``, if the function can't be a tool."""
     if isinstance(function, Tool):
         return function
     name = getattr(function, "__name__", None)

@@ -336,8 +336,9 @@ def gae(rewards_T: Doubles, values_T: Doubles, value_after: float, gamma: float,
 def token_rewards(total: float, steps: Sequence[tuple[int, float]], penalty_T: Floats | None, loss_mask_T: Bools) -> Doubles:
     """r_t of each token that the policy wrote: the outcome at the last one, step rewards at the steps' ends, minus the KL.
 
-    ``steps`` are (token, reward), counted over all tokens. A step that ends at a token of the environment is credited to the
-    last token that the policy wrote before it (or to its first token).
+    ``steps`` are (index of the step's last token, reward). The index counts all tokens, those of the environment included. A
+    step that ends at a token of the environment is credited to the last token that the policy wrote before it (or to its
+    first token).
     """
     action_index = np.cumsum(loss_mask_T) - 1
     rewards_T = np.zeros(int(loss_mask_T.sum()))

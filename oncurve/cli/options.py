@@ -81,7 +81,7 @@ def _without_flag_types(options: list[Any]) -> list[Any]:
 
 
 def grant_trust(trusted: bool, run: RunFolder | None) -> None:
-    """Records --trust for a run. A model runs no code, so there is nothing to record for one."""
+    """Records --trust for a run. ``run`` is None if the command's target is not a run: then there is nothing to record."""
     if trusted and run is not None:
         from oncurve import trust  # reads recipes, so it is slow to import
 
@@ -98,7 +98,7 @@ def folder_of_run(run: RunFolder | None) -> AbstractContextManager[None]:
 
 
 def recipe_file(name: str, runs: Path) -> str:
-    """The recipe file of a run, if the name is a run's; else the name itself, which is a file or a built-in recipe."""
+    """The recipe file of a run, if ``name`` is a run. Otherwise ``name`` itself: a recipe file or a built-in recipe."""
     from oncurve.runs.folder import RunFolder
 
     run = None if Path(name).is_file() else RunFolder.find(name, runs)

@@ -102,7 +102,7 @@ class SampleRequest:
     grammar: Grammar | None = None
 
     def continues(self, request: SampleRequest) -> bool:
-        """Whether its prompt begins with that of another request, prefilled in the same parts."""
+        """Whether this request's prompt begins with the other request's prompt, and both are prefilled in the same parts."""
         if self.parts is None or request.parts is None:
             return False
         length, parts = len(request.prompt_ids), request.parts

@@ -345,7 +345,8 @@ def _inject(model: Any, config: Any, where: str, targets: str) -> None:
 
 @torch.no_grad()
 def _copy_weights(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
-    """Copy saved weights into a new adapter. A name or shape that does not match means another base."""
+    """Copy saved weights into a new adapter. Raises ModelError if a name or shape does not match, because the saved adapter
+    then belongs to another base model, or if a value is not finite."""
     peft = _import_peft("model.adapter")
     saved = {name.removeprefix("base_model.model."): t for name, t in tensors.items()}
     new = peft.get_peft_model_state_dict(model, save_embedding_layers=False)

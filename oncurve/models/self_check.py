@@ -169,11 +169,12 @@ def attention_problem(policy: Policy, implementation: str) -> str | None:
 
 
 def _layers_problem(policy: Policy) -> str | None:
-    """Every layer must call our attention exactly once.
+    """Why the layers can't run through our attention, or None if they can: every layer must call our attention, or its
+    recurrent counterpart, exactly once.
 
-    A layer that never calls it has its own attention or a recurrent state: in the learner its tokens would see the other
-    completions of their pack, and in the sampler they would see nothing before them. A layer that calls it twice would
-    overwrite its own KV cache.
+    A layer that never does has its own attention or its own recurrent state: in the learner its tokens would see the other
+    completions of their pack, and in the sampler they would see nothing before them. A layer that calls our attention twice
+    would overwrite its own KV cache.
     """
     config = policy.model.config.get_text_config()
     if config._attn_implementation != attention_interface.NAME:

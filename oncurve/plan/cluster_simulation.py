@@ -357,7 +357,10 @@ def _size(job: Job, timing: Timing, lengths: Lengths, gpus: int, staleness: int,
 
 
 def _promising(learners: Sequence[int], work: Work, timing: Timing) -> list[int]:
-    """The two splits with the best balance of sampling and learning time by averages; only these are simulated."""
+    """The two numbers of learners with the shortest estimated step; only these are simulated.
+
+    A step is estimated from average lengths: it takes as long as the slower of sampling and learning.
+    """
     tokens = work.group_size * work.lengths.mean + work.prompt_tokens
     pace = (timing.decode + timing.decode_row * timing.slots) / timing.slots
     sampling = work.groups * (timing.prefill + work.group_size * work.lengths.mean * pace)

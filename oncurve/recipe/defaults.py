@@ -10,7 +10,8 @@ from oncurve.rng import derive_seed
 
 
 def advantage_settings(stage: Grpo | Trpo) -> tuple[Baseline, AdvantageScale]:
-    """The baseline and the scale of a stage's advantages: the recipe's, else the objective's. A trpo stage uses GRPO's."""
+    """The baseline and the scale of a stage's advantages. Settings that the recipe leaves out come from the stage's objective;
+    for a trpo stage that is GRPO."""
     return stage.advantage.baseline or stage.spec.baseline, stage.advantage.scale or stage.spec.scale
 
 
@@ -42,8 +43,8 @@ def with_importance_cap(recipe: Recipe) -> tuple[Stage, ...]:
 
 
 def seed_for_stage(recipe: Recipe, stage: Stage) -> int:
-    """The seed of a stage's prompts and samples: the recipe's, except for the second and later stages that sample, which would
-    repeat the first one's prompts and random numbers.
+    """The seed of a stage's prompts and samples. It is the recipe's seed, except for the second and later stages that sample:
+    with the recipe's seed they would repeat the first one's prompts and random numbers.
 
     It depends on the stage's position and not on its name or type, so that in `oncurve compare` all algorithms get the same
     prompts and random numbers.

@@ -37,9 +37,10 @@ class RewardMix:
         task_of: Mapping[str, str] | None = None,
         tasks: Sequence[str] = (),
     ) -> None:
-        """``accuracy_names`` are the rewards whose 1 means correct; unset: all of them, as with functions from Python.
+        """``accuracy_names``: names of the rewards for which 1 means correct. None: all rewards.
 
-        ``tasks`` are the names of a mix of tasks, and ``task_of`` the rewards that score one of them only, with its name.
+        If the stage has a mix of tasks: ``tasks`` are the names of the tasks. ``task_of`` maps the name of a reward that scores
+        one task only to the name of that task.
         """
         self.rewards, self.accuracy_names, self.task_of, self.tasks = (
             tuple(rewards),

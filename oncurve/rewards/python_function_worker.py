@@ -14,7 +14,8 @@ from oncurve.workers.child import serve
 
 
 def call(function: Callable[..., Any], job: dict[str, Any]) -> Any:
-    """What the function returns, awaited if it is a coroutine, as JSON values: arrays and tensors become lists."""
+    """Calls the function and returns its result as JSON values: arrays and tensors become lists. The result of an `async`
+    function is awaited."""
     result = function(*job["arguments"], **job["named"])
     if inspect.isawaitable(result):
         result = asyncio.run(_await(result))

@@ -181,8 +181,8 @@ class RunFolder:
 
     @classmethod
     def _create(cls, path: Path, parent: Parent | None, fill: Fill) -> bool:
-        """Makes the run in a hidden folder and renames it in one step, so that a kill leaves a complete run or none. False if
-        ``path`` exists by then."""
+        """Creates the run in a hidden folder and renames it in one step, so that a kill leaves a complete run or none. Returns
+        False if ``path`` already exists at that point."""
         _remove_unfinished(path.parent)
         hidden = cls(path.with_name(f"{UNFINISHED}{uuid.uuid4().hex}"))
         with disk_errors(path):

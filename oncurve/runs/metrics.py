@@ -39,7 +39,7 @@ _TABLE = (
         "reward/",
         "reward",
         "Mean value of one reward aspect, before its weight.",
-        "rises; if it falls while the total rises, it is being traded away",
+        "rises; if it falls while the total rises, the policy trades it for other rewards",
     ),
     Metric(
         "accuracy",
@@ -59,7 +59,7 @@ _TABLE = (
     Metric(
         "tool_failure_share",
         "share",
-        "Share of tool calls that failed: not readable, an unknown tool, wrong arguments, an exception or a time limit.",
+        "Share of tool calls that failed: not parseable, an unknown tool, wrong arguments, an exception or a time limit.",
         "falls towards 0",
     ),
     Metric(
@@ -258,7 +258,7 @@ _TABLE = (
         "carried_groups",
         "groups",
         "Groups that were unfinished when the step was full and continue in the next one (grpo.carry_over).",
-        "carry_over, and 0 in the last step",
+        "equal to carry_over; 0 in the last step",
     ),
     Metric(
         "value_loss",
@@ -372,7 +372,7 @@ _TABLE = (
     Metric(
         "tokens_per_pass",
         "tokens",
-        "Tokens sampled per completion and forward pass: 1, and the drafted tokens that were accepted.",
+        "Tokens sampled per completion and forward pass: 1 plus the drafted tokens that were accepted.",
         "above 1 if drafts are of use; it rises as the answers of a group become more alike",
         repeatable=False,
     ),
@@ -394,7 +394,7 @@ _TABLE = (
     Metric(
         "draft_accepted",
         "share",
-        "Share of drafted tokens that were the tokens sampled anyway (engine.draft).",
+        "Share of drafted tokens that the sampler also chose (engine.draft).",
         "0.3 to 0.6 for texts with recurring parts; near 0 drafts are of no use",
         repeatable=False,
     ),

@@ -28,7 +28,7 @@ ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_f
 
 
 class ApiError(Exception):
-    """A request that can't be answered: the status, a message with its fix, and the key that it is about."""
+    """Raised for a request that can't be answered: the HTTP status, a message with the fix, and the request's key at fault."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

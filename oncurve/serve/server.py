@@ -125,7 +125,7 @@ class EngineLoop:
         self._commands.put(task)
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, which needs the model and no session, done in the engine's thread."""
+        """Runs ``work`` in the engine's thread and returns its result. ``work`` needs the model, but no session."""
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def task() -> None:

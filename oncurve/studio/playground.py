@@ -58,7 +58,7 @@ def servers_of(request: Request) -> ModelServers:
 
 @play.get("")
 def available_models(request: Request) -> dict[str, Any]:
-    """The models of every run: the final one and the checkpoints."""
+    """The models of every run (the final one and the checkpoints), and which models have a running server (`there`)."""
     runs_dir: Path = request.app.state.runs_dir
     offers = [_offer(runs_dir, entry.name) for entry in list_runs(runs_dir) if entry.state]
     return {"runs": [offer for offer in offers if offer["models"]], "there": servers_of(request).running()}

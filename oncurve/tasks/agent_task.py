@@ -24,8 +24,8 @@ from oncurve.tasks.data.prompt_list import PromptList
 
 
 class AgentOptions(Section):
-    """Your own agent program: it gets a row of a file, calls the model through an OpenAI-compatible URL as often as it likes,
-    and is trained on all of its calls."""
+    """Your own agent program. It gets a row of a file and calls the model through an OpenAI-compatible URL as often as it
+    likes; the model is trained on all of these calls."""
 
     path: str | None = None
     """The file of rows, in the formats of `file`. An agent gets its row as JSON on standard input, or as its function's

@@ -143,7 +143,9 @@ class TaskMix:
         raise IndexError(index)
 
     def ranges(self, step: int, count: int) -> list[tuple[int, int]]:
-        """Which of each part's prompts, counted from the first step on, belong to a step of ``count`` prompts.
+        """For each part, the range [start, end) of its prompts that a step of ``count`` prompts uses.
+
+        A part's prompts are numbered over all steps, from the first one on.
 
         Each prompt of a step goes to the part that is furthest behind its share of all prompts up to the end of the step. So
         the total of a part stays within one prompt of its share, or two if there are many parts of very different shares.

@@ -296,7 +296,7 @@ class TinkerService:
         return model
 
     def finish(self, session_id: str) -> None:
-        """Forgets the models and samplers of a session. What it saved stays."""
+        """Forgets the models and samplers of a session. Adapters that the session saved stay on disk."""
         self.sessions.pop(session_id, None)
         for known in (self.models, self.samplers):
             for name in [name for name in list(known) if name.startswith(f"{session_id}:")]:

@@ -38,7 +38,7 @@ MODEL_ID = re.compile(r"[0-9a-f]{32}:train:[0-9]{1,9}")
 
 @dataclass(frozen=True, slots=True)
 class SavedPath:
-    """A path of a saved adapter.
+    """The `tinker://` path of a saved adapter, split into its three parts.
 
     Example: ``SavedPath.parse("tinker://0f…:train:0/weights/000020")``
     """

@@ -1,4 +1,4 @@
-"""Callbacks in the style of transformers' `Trainer`: subclasses of its `TrainerCallback`, called by a run.
+"""A run calls the user's callbacks: instances of subclasses of transformers' `TrainerCallback`, as its `Trainer` does.
 
 | event | when | besides args, state and control |
 |---|---|---|
@@ -9,8 +9,8 @@
 | `on_save` | after each checkpoint | |
 
 ``args`` has `output_dir` (the run's folder), `max_steps`, `seed` and `recipe`. ``state`` is a `TrainerState` with `global_step`
-(counted within the stage), `max_steps` and `log_history`. Of ``control``, `should_training_stop` ends the stage after the step;
-the other flags are refused, because a step's evaluations and checkpoints are part of the recipe.
+(counted within the stage), `max_steps` and `log_history`. If a callback sets `should_training_stop` of ``control``, the stage
+ends after the step. The other flags of ``control`` are refused, because the recipe decides when to evaluate and to save.
 """
 
 from __future__ import annotations

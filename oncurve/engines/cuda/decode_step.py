@@ -277,7 +277,10 @@ def sample_step(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling:
 
 
 def accept_rows(buffers: DecodeBuffers, drafts: DraftState, *, own: bool) -> None:
-    """After all rows have sampled: accept what was drafted, and draft the next step's rows."""
+    """Accept the drafted tokens that equal the sampled ones, and draft the next step's rows. All rows must have sampled.
+
+    ``own``: look for drafts only in the prompt and in the completion itself, not in the other texts of the group.
+    """
     rows = buffers.slots
     accept_and_draft(rows.token, rows.suffix_length, rows.sampled, rows.logps, drafts, buffers.is_end_V, own=own)
 

@@ -134,8 +134,8 @@ class PagedKVCache:
         return self.free.pop()
 
     def _map(self, pages: int) -> bool:
-        """Map memory for this many pages in total. If none is free, torch's allocator first releases what it caches. False if
-        there is still too little."""
+        """Map memory for this many pages in total. If there is not enough, torch's allocator releases its cached memory, and
+        the mapping is tried again. Returns False if that fails too."""
         assert self.range is not None
         for attempt in range(2):
             try:

@@ -135,7 +135,8 @@ class PerSlotCudaRunner(CudaRunner):
     @classmethod
     @torch.inference_mode()
     def open(cls, policy: Policy, slots: int, max_new_tokens: int, width: int = 1) -> Self | None:
-        """None, with a warning in the log, if the model's layers do not fit a paged KV cache."""
+        """Build a runner and its decoder. Returns None, with a warning in the log, if the model's layers do not fit a paged KV
+        cache."""
         decoder = PerSlotGraphDecoder.build(policy, EngineSettings())
         return None if decoder is None else cls(decoder, slots, max_new_tokens, width)
 

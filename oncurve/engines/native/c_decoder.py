@@ -271,7 +271,8 @@ class CRunner(TorchRunner):
         self.decoder.texts.set_earlier(slot, sequence.request.earlier)
 
     def resume(self, slot: int, sequence: Sequence, position: int, last_token: int, forced: abc.Sequence[int]) -> int:
-        """Continue a text that an earlier call has begun: C forces no tokens, and stores them all before the next round."""
+        """Continue a completion that an earlier call has begun. The C decoder can't force tokens during a round, so it prefills
+        all of ``forced`` before the next round."""
         assert position == 0, "environments are decoded by torch"
         self._texts[slot] = np.array([last_token, *forced], np.int64)
         self._updates[slot] = (forced[-1], len(sequence.request.prompt_ids) - 1, len(forced))

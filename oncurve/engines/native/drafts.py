@@ -65,7 +65,7 @@ class Drafter:
     """The drafts of S slots with W rows each: one for a slot's last token, and one for each drafted token."""
 
     def __init__(self, sequence_in: abc.Sequence[Sequence | None], width: int, draft: Draft, eos_ids: tuple[int, ...]) -> None:
-        """``sequence_in``: by slot, its sequence; the runner's own list."""
+        """``sequence_in``: the sequence of each slot. It is the runner's own list, not a copy, so it is always up to date."""
         self.sequence_in, self.width, self.draft, self.eos_ids = sequence_in, width, draft, eos_ids
         self.counts = PassCounts()
         self.texts: dict[int, RequestTexts] = {}

@@ -49,8 +49,8 @@ class RoundResult(Protocol):
         """Return when all tokens are there."""
 
     def read(self, slots_n: Ints, start_n: Ints) -> tuple[Ints, Floats, Ints]:
-        """Tokens [n, C] and their three log-probs [n, C, 3] of these slots, which were at position ``start_n`` when the round
-        began; and how many of them each slot has."""
+        """The tokens of these slots [n, C], three log-probs of each token (as `Sequence.logps`) [n, C, 3], and how many tokens
+        each slot has. ``start_n``: the slots' positions when the round began."""
 
     def top(self, slot: int, position: int, most: int) -> TopTokens:
         """The likeliest tokens that a slot had to choose from."""
@@ -464,7 +464,7 @@ class Scheduler:
         return None
 
     def _continue_with(self, sequence: Sequence) -> None:
-        """Queue a sequence as the current one of its completion, before all others."""
+        """Make a sequence the current one of its completion, and put it at the front of the queue."""
         first = sequence.first
         self.sequences[first.group][sequence.sample - first.request.key.first] = sequence
         self.waiting.appendleft(sequence)
@@ -498,7 +498,7 @@ class Scheduler:
         return False
 
     def _store(self, slot: int, sequence: Sequence, end: int, stop: StopReason) -> None:
-        """Give a sequence what was sampled in its slot."""
+        """Store the tokens, log-probs and experts that were sampled in a slot in its sequence."""
         sequence.token_ids, sequence.logps = self._tokens_of(slot, sequence, end)
         sequence.stop = stop
         sequence.routing = None if self.routing_STE is None else self.routing_STE[slot, :end].copy()

@@ -90,10 +90,11 @@ class HostRound:
 
 
 def _in_whole_vectors(function: abc.Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """An activation function on a CPU, in parts of whole vectors that one thread computes each.
+    """Applies an activation function on a CPU in parts. One thread computes a part, and a part's length is a multiple of the
+    vector width.
 
-    torch divides a tensor between threads at any place, and computes what does not fill a vector at the end of a part by
-    another formula, which rounds differently: a completion's bits would depend on its slot.
+    Otherwise torch would divide the tensor between threads at any place. It computes the elements at the end of a thread's part
+    that do not fill a vector with another formula, which rounds differently, so a completion's bits would depend on its slot.
     """
     if value.numel() <= PART and value.numel() % VECTORS == 0:
         return function(value)

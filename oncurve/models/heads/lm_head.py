@@ -59,9 +59,9 @@ class _BackboneOutput(ModelOutput):  # type: ignore[misc]
 
 
 def own_logits(model: nn.Module, backbone: nn.Module, hidden_MD: Tensor) -> Tensor:
-    """Logits [M, V] by the model's own forward, in which the backbone returns these hidden states without being run.
+    """Logits [M, V], computed by the model's own forward. Its backbone is not run: it returns ``hidden_MD`` instead.
 
-    For heads with layers of their own (BERT's decoders, ModernBERT) or scales under other names than the usual ones.
+    Used if the head has more layers than one projection (BERT's decoders, ModernBERT), or a scale with an unusual name.
     """
     present = vars(backbone).get("forward")
 

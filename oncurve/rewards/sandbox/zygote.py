@@ -43,7 +43,7 @@ MAX_THREADS, MAX_FILES = 500, 1000
 
 @dataclass(frozen=True)
 class Settings:
-    """How a zygote locks its children; passed on the command line as JSON."""
+    """How a zygote locks down its children, and what it imports for them. It gets them as JSON on its command line."""
 
     locked: bool
     need_landlock: bool

@@ -1,5 +1,5 @@
-"""The rewards `overlong`, `length`, `cosine` and `repetition`: by a completion's length (tokens that the policy sampled) and
-its repeated n-grams."""
+"""The rewards `overlong`, `length` and `cosine`, which depend on a completion's length (tokens that the policy sampled), and
+`repetition`, which depends on its repeated n-grams."""
 
 from __future__ import annotations
 

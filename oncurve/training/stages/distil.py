@@ -359,7 +359,8 @@ class DistilMicroBatch(MicroBatch):
 
 
 class DistilLearner(Learner):
-    """A learner whose loss has the divergence from a teacher as a term."""
+    """A learner that adds the divergence from a teacher to its loss (``teach_by = "gradient"``), and that computes the
+    teachers' log-probs."""
 
     def __init__(self, policy: Policy, settings: LearnerSettings, world: World, stage: Distil, model: Model) -> None:
         super().__init__(policy, settings, world)

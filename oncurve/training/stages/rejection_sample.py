@@ -87,7 +87,8 @@ class RejectionLoop:
         return StepReport(self.stage.label, n, metrics, clock.seconds, graded)
 
     def _best_rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:
-        """The best ``keep`` completions of a group: the highest rewards, the shorter one of equals, equal texts once."""
+        """The ``keep`` completions of a group with the highest rewards. Of equal rewards the shorter completion comes first; of
+        equal texts only one is kept."""
         good = [s for s in group.scored if s.total is not None and not s.completion.is_truncated and self._is_good_enough(s)]
         ranked = sorted(good, key=lambda s: (-(s.total or 0.0), s.completion.length))
         best: dict[str, float | None] = {}
