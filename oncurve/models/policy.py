@@ -73,6 +73,8 @@ class Policy:
         self.fast_backbone: FusedBackbone | None = None
         self.fused_weights: FusedWeights | None = None
         """What the decode step on a GPU reads if the learner runs the model's own modules."""
+        self.module_reason = ""
+        """Why learner and sampler run the model's own modules, if that is known."""
         self._accumulator: GradAccumulator | None = None
         self._known_roles: set[str] = set()
         self.check = getattr(model, CHECK, None) or SelfCheck()
@@ -81,7 +83,9 @@ class Policy:
             check_policy(self, own_attention)
             setattr(model, CHECK, self.check)
         description = describe(model) if fused and self.general_reason is None and not self.check.own_head else None
-        if isinstance(description, DecoderDescription):
+        if isinstance(description, str):
+            self.module_reason = description
+        elif description is not None:
             self.fast_backbone = _build_fast_backbone(self, description, compiled)
             if self.fast_backbone is None and kernels.can_run_kernels(model.device) and FusedWeights.can_fuse(description):
                 self.fused_weights = FusedWeights(description)
@@ -392,8 +396,10 @@ def _build_fast_backbone(policy: Policy, description: DecoderDescription, compil
     theirs = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
     ours = fast.hidden(pack.input_ids, pack.position_ids, pack.attention)
     tolerance = 1e-4 if theirs.dtype == torch.float32 else 5e-2
-    agree = torch.allclose(theirs.float(), ours.float(), rtol=1e-3, atol=tolerance * float(theirs.abs().max()))
-    return fast if agree else None
+    if torch.allclose(theirs.float(), ours.float(), rtol=1e-3, atol=tolerance * float(theirs.abs().max())):
+        return fast
+    policy.module_reason = "the fast path differs from them on a few tokens"
+    return None
 
 
 def dummy_passes(policy: Policy, passes: int, forward: Callable[[Pack], object] | None = None) -> None:

@@ -91,9 +91,11 @@ class SelfCheck:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def log_line(self, *, is_fused: bool) -> str:
+    def log_line(self, *, is_fused: bool, module_reason: str = "") -> str:
+        """``module_reason``: why a model that runs through our attention runs its own modules, if that is known."""
         if self.general_reason is None:
-            path = "fast path" if is_fused else "the model's own modules; a group's completions share their prompt"
+            reason = f" ({module_reason})" if module_reason else ""
+            path = "fast path" if is_fused else f"the model's own modules{reason}; a group's completions share their prompt"
         else:
             path = f"general path, which is slower ({self.general_reason})"
             if self.decoding is Decoding.COMPLETE:

@@ -73,7 +73,7 @@ class NativeEngine:
     def log_lines(self) -> tuple[str, ...]:
         """What the self-check found and cost, after a warning if sampling is slower here than it could be."""
         is_fused = self.policy.fast_backbone is not None or self.policy.fused_weights is not None
-        check = self.policy.check.log_line(is_fused=is_fused)
+        check = self.policy.check.log_line(is_fused=is_fused, module_reason=self.policy.module_reason)
         dtype = self.policy.model.dtype
         if self.policy.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
             name, is_native = str(dtype).removeprefix("torch."), dtype == torch.bfloat16 and has_bfloat16()

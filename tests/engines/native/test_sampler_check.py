@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oncurve.engines.native import sampler_check
 from oncurve.engines.native.engine import NativeEngine
@@ -86,3 +86,10 @@ def test_the_result_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     second = policy("llama")
     check_sampler(NativeEngine(second, Engine()))
     assert second.check.sampler_difference == first.check.sampler_difference
+
+
+def test_the_log_says_why_a_model_runs_its_own_modules() -> None:
+    model = make_model("llama")
+    model.base_model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
+    (line,) = NativeEngine(Policy(model, tokenizer()), Engine()).log_lines
+    assert "own modules (parameters besides linear layers and norms (layers.0.mlp.scale)); a group's completions" in line
