@@ -91,7 +91,7 @@ def characteristic_group(run: oncurve.Run, step: int) -> int:
 
 
 def about(recipe: str) -> str:
-    """What the first paragraph at the top of a recipe says of it, without its commands."""
+    """The first paragraph of the comment at the top of a recipe, without its commands."""
     source = (ROOT / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8")
     comment = re.match(r"(?:# [^\n]*\n)+", source)
     lines = [line.removeprefix("# ") for line in comment[0].splitlines()] if comment else []
@@ -119,16 +119,16 @@ def cpu_section(recipe: str, runs: Path, *, may_train: bool) -> str:
     write_chart(recipe, f"{title.lower()} of {recipe}", curve)
     parts = [
         *heading,
-        f"`oncurve train {recipe}`, {after.asked} held-out prompts: {measure} {values[0]} after {before.stage} step "
-        f"{before.step:,}, {values[1]} after {after.stage} step {after.step:,} ([the recipe](../recipes/{recipe}.toml)). "
-        f"{title} of each step:",
+        f"`oncurve train {recipe}` ([the recipe](../recipes/{recipe}.toml)): {measure} is {values[0]} after {before.stage} step "
+        f"{before.step:,} and {values[1]} after {after.stage} step {after.step:,} ({after.asked} prompts). {title} of each step:",
         f"![{title} of each step](images/gallery/{recipe}.svg)",
     ]
     return "\n\n".join([*parts, *(group_of(run, rewards[len(rewards) // 3][0]) if rewards else ())])
 
 
 def earlier_entry(recipe: str) -> str:
-    """What the page already says of a recipe, from its command on: the result and the curve of a run that is not here."""
+    """The page's present text about a recipe, from its command on: the result and the curve of a run that is not in this
+    folder."""
     page = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     entry = page.partition(f"\n### {recipe}\n")[2].partition("\n## ")[0].partition("\n### ")[0]
     return "".join(entry.partition(f"`oncurve train {recipe}`")[1:]).strip()
@@ -138,7 +138,7 @@ def why_not_trained(recipe: str) -> str:
     """A recipe whose length is a time has to be trained on an idle machine."""
     stages = tomllib.loads((ROOT / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8"))["stages"]
     seconds = next((stage["seconds"] for stage in stages if "seconds" in stage), None)
-    reason = f": it trains for {seconds} seconds, so its curve depends on the machine, which must be idle"
+    reason = f": it trains for {seconds} seconds, so its curve depends on the speed of the machine, which must be idle"
     return "" if seconds is None else reason
 
 
@@ -171,7 +171,7 @@ def gpu_section(recipe: str, result: str | None) -> str:
     parts = [f"### {recipe}", about(recipe)]
     needs = f"It needs a pretrained model, and in practice a GPU ([the recipe](../recipes/{recipe}.toml))."
     if result is None:
-        return "\n\n".join([*parts, f"{needs} It has not been measured: there is no curve to show."])
+        return "\n\n".join([*parts, f"{needs} It has not been measured, so there is no curve."])
     file = ROOT / "bench" / "results" / f"{result}.json"
     data = json.loads(file.read_text(encoding="utf-8"))
     if recipe == "rlhf":
@@ -181,11 +181,12 @@ def gpu_section(recipe: str, result: str | None) -> str:
     curve = stage["curves"]["reward"]
     points = [(int(step), float(value)) for step, value in curve] if isinstance(curve[0], list) else list(enumerate(curve, 1))
     write_chart(recipe, f"mean reward of {recipe}", points)
-    source = f"{what}, {len(points)} steps on an {data['machine']['device']}: `bench/results/{file.name}`"
+    measured = f"It was measured with {what}, for {len(points)} steps on an {data['machine']['device']}"
     return "\n\n".join(
         [
             *parts,
-            f"{needs} {source}, explained in [results](results.md). Its groups were not recorded. Mean reward of each step:",
+            f"{needs} {measured} (`bench/results/{file.name}`, explained in [results](results.md)). The groups of this run were "
+            "not recorded. Mean reward of each step:",
             f"![Mean reward of each step](images/gallery/{recipe}.svg)",
         ]
     )
@@ -242,8 +243,8 @@ def take_pictures(runs: Path) -> None:
 
 
 def wait_until_drawn(page: Page) -> None:
-    """Waits for the heading and the run's verdicts, then until the page has not changed for two seconds: its news of live runs
-    never end."""
+    """Waits for the heading and the run's verdicts, then until the page has not changed for two seconds. Waiting for the end
+    of all requests would take forever, because the stream of news about live runs stays open."""
     page.wait_for_selector("h1")
     page.wait_for_function("!document.body.innerText.includes('Checking the run')")
     text = "document.body.innerHTML.length"
@@ -253,7 +254,7 @@ def wait_until_drawn(page: Page) -> None:
 
 
 def save_small(image: object, path: Path) -> None:
-    """As a PNG with a palette: a third of the size, and no difference that one can see in a page of text and lines."""
+    """Saves a PNG with a palette, which is a third of the size; on a page of text and lines no difference is visible."""
     image.convert("RGB").quantize(128).save(path, optimize=True)  # type: ignore[attr-defined]
 
 
