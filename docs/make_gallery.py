@@ -119,8 +119,9 @@ def cpu_section(recipe: str, runs: Path, *, may_train: bool) -> str:
     write_chart(recipe, f"{title.lower()} of {recipe}", curve)
     parts = [
         *heading,
-        f"`oncurve train {recipe}` ([the recipe](../recipes/{recipe}.toml)): {measure} is {values[0]} after {before.stage} step "
-        f"{before.step:,} and {values[1]} after {after.stage} step {after.step:,} ({after.asked} prompts). {title} of each step:",
+        f"`oncurve train {recipe}` ([the recipe](../recipes/{recipe}.toml)): {measure} is {values[0]} after {before.stage} "
+        f"step {before.step:,} and {values[1]} after {after.stage} step {after.step:,} ({after.asked} prompts). {title} of "
+        "each step:",
         f"![{title} of each step](images/gallery/{recipe}.svg)",
     ]
     return "\n\n".join([*parts, *(group_of(run, rewards[len(rewards) // 3][0]) if rewards else ())])
@@ -185,8 +186,8 @@ def gpu_section(recipe: str, result: str | None) -> str:
     return "\n\n".join(
         [
             *parts,
-            f"{needs} {measured} (`bench/results/{file.name}`, explained in [results](results.md)). The groups of this run were "
-            "not recorded. Mean reward of each step:",
+            f"{needs} {measured} (`bench/results/{file.name}`, explained in [results](results.md)). The groups of this run "
+            "were not recorded. Mean reward of each step:",
             f"![Mean reward of each step](images/gallery/{recipe}.svg)",
         ]
     )

@@ -35,7 +35,8 @@ FAILURE_LENGTH = 300
 class AgentEngine:
     """An engine whose prompts may have agents. Other prompts go to the engine that it wraps.
 
-    Rollouts are stored in ``replies`` when they have ended, and read from there, if it is set.
+    If ``replies`` is set, rollouts are stored there when they end, and a repeated step reads them instead of running the
+    agents again.
     """
 
     def __init__(self, engine: Engine) -> None:

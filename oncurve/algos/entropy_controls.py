@@ -93,8 +93,9 @@ def kl_cov_tokens(values: Doubles, share: float) -> Bools:
 class AdaptiveBonus:
     """An entropy bonus that follows a target (Skywork-OR1, He et al. 2025, arXiv 2505.22312).
 
-    After each step the bonus grows by ``step`` if the policy's entropy is at or below the target, else it falls by as much,
-    within 0 … ``most``. It is applied only while the last entropy is at or below the target; before any is known it is not.
+    After each step the bonus grows by ``step`` if the policy's entropy is at or below the target, and shrinks by ``step``
+    otherwise; it stays between 0 and ``most``. It is applied only if the entropy of the last step was at or below the target,
+    so never in the first step.
 
     Example: ``AdaptiveBonus(0.2, 0.005, 1.0).observe(0.1).applied == 0.005``
     """

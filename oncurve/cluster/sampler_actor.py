@@ -98,7 +98,8 @@ class SamplerActor:
         return session_id == self.session_id
 
     def receive_broadcast(self, session_id: str, version: int) -> bool:
-        """As `push_weights`, with the weights that the learner broadcasts at this moment."""
+        """Like `push_weights`, but the weights come from the broadcast that the learner is running. False if this sampler has
+        another session or has not joined a broadcast group."""
         if session_id != self.session_id or self.broadcast_group is None:
             return False
         assert self.engine is not None

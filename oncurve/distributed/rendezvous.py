@@ -210,7 +210,8 @@ def _check_in(store: SignedStore, rank: int, size: int, recipe: Recipe) -> None:
 
 
 def check_ranks_match(entries: Sequence[Mapping[str, Any]]) -> None:
-    """Raises the error that a rank reported, or the first difference from rank 0. ``entries`` are by rank."""
+    """Raises the error that a rank reported, or an error about the first difference from rank 0. ``entries`` has one entry for
+    each rank, in order."""
     for rank, entry in enumerate(entries):
         if "failed" in entry:
             error = error_from_json(entry["failed"])

@@ -108,7 +108,7 @@ class World:
         return 0
 
     def broadcast_(self, tensors: Sequence[Tensor]) -> None:
-        """Collective: each tensor becomes that of rank 0, in place. Shapes are equal on all."""
+        """Collective: overwrites each tensor with that of rank 0. All ranks must pass tensors of the same shapes."""
 
     @contextmanager
     def collective(self, name: str) -> Iterator[None]:

@@ -51,7 +51,7 @@ up."""
 
 @cache
 def _multiprocessors(device: torch.device) -> int:
-    """0 if the device has no PDL: then torch's products are used."""
+    """The number of multiprocessors; 0 if the device has no PDL, so that torch's products are used."""
     if not pdl_options(device)["PDL"]:
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

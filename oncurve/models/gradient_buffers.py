@@ -78,7 +78,7 @@ def _find_spans(parameters: Iterable[nn.Parameter]) -> dict[int, tuple[int, int]
 def add_product(total_OI: Tensor, grad_NO: Tensor, input_NI: Tensor, scale: float = 1.0) -> None:
     """total += scale · gradᵀ · input, the gradient of a linear layer's weight, summed in float32.
 
-    On a GPU it is one product of 16-bit factors that adds to its float32 output.
+    On a GPU, 16-bit factors are not converted: one matrix product accumulates into the float32 total.
     """
     if total_OI.device.type == "cuda" and grad_NO.dtype != torch.float32:
         torch.ops.aten.addmm.dtype_out(total_OI, grad_NO.t(), input_NI, torch.float32, alpha=scale, out=total_OI)

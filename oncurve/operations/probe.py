@@ -301,7 +301,8 @@ def choose_group_size(current: int, signal: Mapping[int, float], accuracy: float
 
 
 def choose_length(current: int, length_99: float | None, cut_share: float) -> Suggestion:
-    """The length of 99 % of completions that end, and a quarter more; twice the limit if many were truncated."""
+    """Suggests 1.25 times ``length_99`` (the length up to which 99 % of the completions end), rounded up to a multiple of 8, or
+    twice the current limit if more than 5 % of all completions were truncated."""
     key = "sampling.max_new_tokens"
     if length_99 is None:
         return Suggestion(key, current, None, "every completion was truncated: the model does not end its answers yet")

@@ -84,7 +84,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """All phases of a step on one device, and the bytes in CPU memory (``host``)."""
+    """The device memory of each phase of a step, and the bytes that the run keeps in CPU memory (``host``)."""
 
     phases: tuple[Phase, ...]
     host: int

@@ -30,7 +30,7 @@ class BadBatch:
 
 
 def save_bad_batch(run: Path, report: StepReport, why: Sequence[str]) -> Path:
-    """Writes a batch atomically. It replaces one of the same step, which a resumed run repeats."""
+    """Writes a batch atomically. If a resumed run repeats the step, its batch replaces the earlier one."""
     path = run / FOLDER / f"{quote(report.stage, safe='')}-{report.step:06d}.json"
     batch = {
         "stage": report.stage,

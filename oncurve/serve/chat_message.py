@@ -34,7 +34,7 @@ class MessageReader:
         self.max_calls = None if allows_several_calls else 1
 
     def __call__(self, text: str, token_ids: Sequence[int]) -> dict[str, Any]:
-        """The message. Calls that can't be read stay in its content."""
+        """Builds the message. Tool calls that can't be parsed stay in its content."""
         turn = Turn(self.position, np.asarray(token_ids, np.int64), text, context_ids=self.prompt_ids)
         message, _ = parse_turn(self.tokenizer, turn, self.tools)
         calls = [

@@ -649,9 +649,10 @@ def serve(
     on_ready: Callable[[str], None],
     until_closed: bool = False,
 ) -> None:
-    """Serves until Ctrl-C; with ``until_closed`` also until standard input closes, for programs that start it.
+    """Serves until Ctrl-C. With ``until_closed`` it also stops when standard input closes, so that a program that starts the
+    server can stop it.
 
-    Each model has slots and a thread of its own. ``on_ready`` is called with the address once the server answers.
+    Each model has its own slots and thread. ``on_ready`` is called with the address once the server answers.
     """
     if len(models) > 1 and any(model.policy.device.type == "cuda" for model in models):
         raise ModelError(

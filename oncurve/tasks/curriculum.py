@@ -124,7 +124,7 @@ class PromptSelector:
         return known.rate.estimate(self._level_rate(known.prompt.difficulty))
 
     def state(self) -> dict[str, NDArray[np.generic]]:
-        """For a checkpoint: arrays with a row for each known prompt and each level, in order."""
+        """The arrays to save in a checkpoint. They have one row for each known prompt, or one for each level, in order."""
         known, levels = list(self.known.values()), list(self.levels.values())
         names = "\0".join(self.levels).encode()
         return {

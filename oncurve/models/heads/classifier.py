@@ -81,7 +81,7 @@ def _load_error(source: str, error: Exception) -> ModelError:
 
 
 def load_classifier(source: str, heads: Sequence[str], like: Policy, *, by_token: bool) -> Any:
-    """A saved classifier, or a model's backbone with a new head if its number of outputs differs."""
+    """Loads a saved classifier. If its head has another number of outputs, or there is none, the backbone gets a new head."""
     kind = AutoModelForTokenClassification if by_token else AutoModelForSequenceClassification
     names = {"num_labels": len(heads), "id2label": dict(enumerate(heads)), "label2id": {n: i for i, n in enumerate(heads)}}
     try:

@@ -485,7 +485,7 @@ class _Explanation:
         return tuple(call.module for call in ups), True
 
     def _heads(self, calls: Sequence[_Call]) -> tuple[Norm | None, Norm | None, Rope | None]:
-        """Norms of q and k and the rotary embedding, by which the products become what attention reads."""
+        """The norms of q and k and the rotary embedding: what is applied to the products before attention reads them."""
         attend = self.attend
         H, K, d = attend.q.shape[1], attend.k.shape[1], attend.q.shape[3]
         joint = torch.cat([call.output for call in calls], -1)

@@ -73,7 +73,7 @@ class TrlConfig:
 
     @property
     def step_completions(self) -> int:
-        """Completions that TRL samples at once: those of one step here."""
+        """Completions that TRL samples at once; in Oncurve they are one step."""
         if self.value("generation_batch_size") is not None:
             return self.integer("generation_batch_size")
         if self.value("steps_per_generation") is not None:
@@ -82,7 +82,7 @@ class TrlConfig:
 
     @property
     def prompts(self) -> int:
-        """Prompts of a step: its completions come in groups of `num_generations`."""
+        """Prompts of a step: its completions divided by the group size, `num_generations`."""
         group = self.integer("num_generations")
         if group < 1 or self.step_completions % group:
             raise DataError(

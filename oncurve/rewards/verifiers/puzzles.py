@@ -126,8 +126,8 @@ class GuessRewardOptions(Section):
 class GuessReward:
     """1 + early · (guesses left) / (guesses allowed) if the number was found, else 0.
 
-    Reads the columns `secret` and `guesses`, and does not apply to prompts without them. Every question mark is the policy's:
-    the environment writes none, and replies to each before the policy continues.
+    Reads the columns `secret` and `guesses`, and does not apply to prompts without them. Every question mark
+    counts as a guess: only the policy writes them, and the environment replies to each before the policy continues.
     """
 
     name: str

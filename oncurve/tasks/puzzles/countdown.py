@@ -91,7 +91,8 @@ class Countdown(GeneratedTask[CountdownProblem]):
 
 
 def generate_problem(rng: np.random.Generator, count: int, options: CountdownOptions) -> CountdownProblem | None:
-    """Combines ``count`` random numbers until one is left, the target; None if that is too large or already given."""
+    """Combines ``count`` random numbers until one is left, the target. None if two numbers can't be combined, or if the target
+    is too large or is one of the given numbers."""
     numbers = tuple(int(n) for n in rng.integers(1, options.max_number + 1, count))
     left = list(numbers)
     while len(left) > 1:

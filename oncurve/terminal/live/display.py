@@ -96,7 +96,7 @@ class LiveDisplay(Listener):
             self.live = None
 
     def say(self, line: str, style: str = "") -> None:
-        """Prints a line above the panel, or to the log."""
+        """Prints a line: above the panel if there is one, else as a line of the log."""
         self.console.print(Text(line, style), soft_wrap=self.live is None)
 
 

@@ -45,7 +45,8 @@ class MicroBatch:
 
 
 def split_micro_batch(micro: MicroBatch, max_tokens: int) -> Iterator[tuple[slice, MicroBatch]]:
-    """(slice of predicted tokens, part): parts of at most ``max_tokens``, or of a single longer completion."""
+    """Splits a micro-batch into parts of at most ``max_tokens``; a longer completion is a part by itself. Yields the slice of
+    predicted tokens and the part."""
     lengths = micro.pack.lengths
     row = token = 0
     while row < len(lengths):
