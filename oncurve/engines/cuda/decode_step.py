@@ -2,7 +2,7 @@
 for the host.
 
 There are two ways through the layers: over the fused weights of ``models/llama/fused.py`` if the model's blocks could be
-described (five kernels of ours and four products per layer; four more kernels if all layers have adapters), and through the
+described (six kernels of ours and four products per layer; four more kernels if all layers have adapters), and through the
 modules of any other decoder, whose attention goes through the attention interface. Both read the learner's parameters in place,
 so the next step uses an optimiser's update, captured graph or not.
 """
