@@ -186,9 +186,10 @@ class StudioQueries(RunReader):
     def metric_names(self, stage: str) -> list[str]:
         """The metrics of a stage's first and last step: all of its metrics, without a scan over the steps."""
         rows = self._query(
-            """SELECT DISTINCT name FROM metrics WHERE stage = ?1 AND step IN (
-               (SELECT min(step) FROM steps WHERE stage = ?1), (SELECT max(step) FROM steps WHERE stage = ?1)) ORDER BY name""",
-            stage,
+            """SELECT DISTINCT name FROM metrics WHERE stage = :stage AND step IN (
+               (SELECT min(step) FROM steps WHERE stage = :stage), (SELECT max(step) FROM steps WHERE stage = :stage))
+               ORDER BY name""",
+            stage=stage,
         )
         return [row["name"] for row in rows]
 
@@ -227,10 +228,10 @@ class StudioQueries(RunReader):
             """SELECT steps.step, seconds, value AS tokens, (SELECT max(id) FROM completions WHERE group_id = last)
                - (SELECT min(id) FROM completions WHERE group_id = first) + 1 AS samples
                FROM steps LEFT JOIN metrics ON metrics.stage = steps.stage AND metrics.step = steps.step AND name = 'tokens'
-               LEFT JOIN (SELECT step, min(id) AS first, max(id) AS last FROM groups WHERE stage = ?1 AND step > ?2
+               LEFT JOIN (SELECT step, min(id) AS first, max(id) AS last FROM groups WHERE stage = :stage AND step > :after
                AND kind = 'train' GROUP BY step) AS sampled ON sampled.step = steps.step
-               WHERE steps.stage = ?1 AND steps.step > ?2 ORDER BY steps.step""",
-            stage, after,
+               WHERE steps.stage = :stage AND steps.step > :after ORDER BY steps.step""",
+            stage=stage, after=after,
         )  # fmt: skip
 
     def aspect_statistics(self, since: int) -> list[sqlite3.Row]:
@@ -254,9 +255,10 @@ class StudioQueries(RunReader):
     def histogram(self, since: int, name: str, weight: float, lowest: float, highest: float, count: int) -> list[int]:
         """How many of an aspect's values, from id ``since`` on, lie in each of ``count`` equal parts of lowest … highest."""
         rows = self._query(
-            """SELECT min(?1 - 1, CAST(?1 * (value - ?2) / (?3 - ?2) AS INTEGER)) AS bin, count(*) AS times FROM aspects
-               WHERE completion_id >= ?4 AND name = ?5 AND weight = ?6 AND value IS NOT NULL GROUP BY bin""",
-            count, lowest, highest, since, name, weight,
+            """SELECT min(:count - 1, CAST(:count * (value - :lowest) / (:highest - :lowest) AS INTEGER)) AS bin,
+               count(*) AS times FROM aspects
+               WHERE completion_id >= :since AND name = :name AND weight = :weight AND value IS NOT NULL GROUP BY bin""",
+            count=count, lowest=lowest, highest=highest, since=since, name=name, weight=weight,
         )  # fmt: skip
         found = {row["bin"]: row["times"] for row in rows}
         return [found.get(index, 0) for index in range(count)]

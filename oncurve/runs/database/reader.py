@@ -142,10 +142,11 @@ class RunReader:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
-    def _query(self, query: str, *values: Any) -> list[sqlite3.Row]:
+    def _query(self, query: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
+        """The rows of a query with placeholders `?` for ``values``, or `:name` for ``named`` ones."""
         try:
             with database_errors(self.path):
-                return self._connection.execute(query, values).fetchall()
+                return self._connection.execute(query, named or values).fetchall()
         except OverflowError as error:
             raise RunError(
                 str(self.path),
@@ -205,8 +206,8 @@ class RunReader:
     def steps(self, stage: str | None = None) -> list[StepRow]:
         """The recorded steps in order, of one stage or of all."""
         query = """SELECT stage, step, seconds, created FROM steps JOIN stages ON stages.name = steps.stage
-                   WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
-        return self._decoded(self._query(query, stage), lambda row: _record(StepRow, row))
+                   WHERE :stage IS NULL OR stage = :stage ORDER BY position, step"""
+        return self._decoded(self._query(query, stage=stage), lambda row: _record(StepRow, row))
 
     def metric(self, name: str, stage: str) -> list[tuple[int, float]]:
         """One metric's curve as (step, value). NULL is read as NaN."""
@@ -264,16 +265,16 @@ class RunReader:
     def evals(self, stage: str | None = None) -> list[EvalReport]:
         """The evaluations in order, without their groups (``eval_groups`` reads those)."""
         query = """SELECT evals.* FROM evals JOIN stages ON stages.name = evals.stage
-                   WHERE ?1 IS NULL OR stage = ?1 ORDER BY position, step"""
-        return self._decoded(self._query(query, stage), _eval_report)
+                   WHERE :stage IS NULL OR stage = :stage ORDER BY position, step"""
+        return self._decoded(self._query(query, stage=stage), _eval_report)
 
     def eval_groups(self, stage: str, step: int) -> tuple[ScoredGroup, ...]:
         """The groups that an evaluation sampled."""
         return tuple(scored for scored, _ in self._scored(stage, step, "eval"))
 
     def events(self, kind: str | None = None) -> list[Event]:
-        query = "SELECT time, kind, message, stage, step, data FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id"
-        return self._decoded(self._query(query, kind), lambda row: _record(Event, (*row[:5], json.loads(row["data"]))))
+        query = "SELECT time, kind, message, stage, step, data FROM events WHERE :kind IS NULL OR kind = :kind ORDER BY id"
+        return self._decoded(self._query(query, kind=kind), lambda row: _record(Event, (*row[:5], json.loads(row["data"]))))
 
     def replies(self, stage: str, step: int, kind: Kind = "train") -> dict[str, str]:
         """Recorded results of non-deterministic rewards for a step or an evaluation, by the key of the reply cache."""
