@@ -247,7 +247,7 @@ def wait_until_drawn(page: Page) -> None:
     """Waits for the heading and the run's verdicts, then until the page has not changed for two seconds. Waiting for the end
     of all requests would take forever, because the stream of news about live runs stays open."""
     page.wait_for_selector("h1")
-    page.wait_for_function("!document.body.innerText.includes('Checking the run')")
+    page.get_by_text("Checking the run").first.wait_for(state="hidden")
     text = "document.body.innerHTML.length"
     length = -1
     while length != (length := page.evaluate(text)):
