@@ -18,4 +18,6 @@ export function troubleOf(what: string, advice = ""): string | null {
   const named = /Troubleshooting, '(.+?)'/.exec(what + advice)?.[1];
   return named?.toLowerCase().replaceAll(" ", "-") ?? SIGNS.find(([sign]) => sign.test(what))?.[1] ?? null;
 }
+/** Advice without the reference to the documentation, which a link replaces, in parts: every second one is code. */
+export const adviceParts = (advice: string): string[] => advice.replace(/[;,]? ?more: Troubleshooting, '.+?', in the documentation$/, "").split("`");
 export const troubleLink = (heading: string): string => link("learn", ["troubleshooting"], { at: heading });
