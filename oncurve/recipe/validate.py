@@ -406,6 +406,12 @@ def _check_distillation(recipe: Recipe, stage: Distil) -> Problems:
     if stage.teach_by == "advantage" and stage.divergence != "reverse_kl":
         because = "log π_teacher − log π of sampled tokens estimates the reverse KL"
         yield RecipeError(f"{key}.divergence", stage.divergence, because=because, fix='use teach_by = "gradient"')
+    if stage.divergence != "jsd" and stage.jsd_beta != Distil.model_fields["jsd_beta"].default:
+        because = f"only jsd has a β, and the divergence is {stage.divergence}"
+        yield RecipeError(f"{key}.jsd_beta", stage.jsd_beta, because=because, fix='remove it, or use divergence = "jsd"')
+    if stage.kl.beta and stage.kl_place == "reward" and not stage.reward_weight:
+        because = "the KL would be subtracted from rewards, and they are recorded only"
+        yield RecipeError(f"{key}.kl.where", "reward", because=because, fix='use kl.where = "loss", or set reward_weight')
     if stage.iterate is not None:
         yield RecipeError(f"{key}.iterate", "set", because="only grpo stages train a reward model", fix="use a grpo stage")
     if stage.no_signal == "resample" and not stage.reward_weight:
@@ -415,6 +421,25 @@ def _check_distillation(recipe: Recipe, stage: Distil) -> Problems:
         because = "the policy teaches itself with the weights of the step's start, which are gone after the first update"
         fix = "use updates_per_step = 1 and minibatches = 1, or another teacher"
         yield RecipeError(f"{key}.teacher.model", SELF, because=because, fix=fix)
+
+
+def _check_surrogate_of_distillation(recipe: Recipe, stage: Distil) -> Problems:
+    """With the teacher's gradient alone every advantage is 0. Then only kl_cov and dro give the surrogate a gradient."""
+    if stage.reward_weight or stage.teach_by == "advantage":
+        return
+    values: dict[str, object] = {"clip": None if stage.clip is None else "set"}
+    if stage.spec.surrogate != "dro":
+        values |= {
+            "entropy.top_share": stage.entropy.top_share if stage.entropy.top_share != 1 else None,
+            "entropy.clip_cov": stage.entropy.clip_cov,
+        }
+    if stage.spec.surrogate != "dro" and stage.entropy.kl_cov is None:
+        values |= {name: getattr(stage, name) for name in ("importance_cap", "mismatch_limit", "correction", "off_policy_kl")}
+    for name, value in values.items():
+        if value is not None:
+            because = "it acts on advantages, and the stage learns from the teacher's divergence alone"
+            fix = 'remove it, set reward_weight, or use teach_by = "advantage"'
+            yield RecipeError(f"{stage.label}.{name}", value, because=because, fix=fix)
 
 
 def _check_correction(recipe: Recipe, stage: PolicyGradientStage) -> Problems:
@@ -499,7 +524,7 @@ STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...
     ),
     PolicyGradientStage: (_check_kl_weight, _check_refresh_mix, _check_entropy, _check_minibatches, _check_correction),
     Trpo: (_check_advantage,),
-    Distil: (_check_distillation,),
+    Distil: (_check_distillation, _check_surrogate_of_distillation),
     Grpo: (
         _check_advantage,
         _check_dro_tau,

@@ -349,12 +349,36 @@ def test_distillation_alone_needs_no_reward(arithmetic_teacher: Path, tmp_path: 
         (("distil.teacher.model=self",), "context"),
         (("distil.teach_by=advantage", "distil.divergence=jsd"), "reverse KL"),
         (("distil.no_signal=resample",), "recorded only"),
+        (("distil.jsd_beta=0.1",), "only jsd has"),
+        (("distil.objective=reinforce", "distil.kl.beta=0.1"), "subtracted from rewards"),
+        (("distil.teach_by=advantage", "distil.objective=rloo", "distil.kl.beta=0.1"), "subtracted from rewards"),
+        (("distil.clip={low=0.1, high=0.1}",), "acts on advantages"),
+        (("distil.entropy.top_share=0.2",), "acts on advantages"),
+        (("distil.entropy.clip_cov=0.1",), "acts on advantages"),
+        (("distil.importance_cap=2.0",), "acts on advantages"),
+        (("distil.correction=icepop",), "acts on advantages"),
         (("distil.teacher.model=self", "distil.teacher.context={prompt}!", "distil.updates_per_step=2"), "first update"),
     ],
 )
 def test_recipes_that_cannot_work(sets: tuple[str, ...], word: str) -> None:
     error = refusal("grpo.type=distil", *(() if any("model=self" in s for s in sets) else ("distil.teacher.model=x",)), *sets)
     assert word in str(error)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("distil.objective=reinforce", "distil.kl={beta=0.1, where='loss'}"),
+        ("distil.objective=reinforce", "distil.kl.beta=0.1", "distil.reward_weight=0.5"),
+        ("distil.divergence=jsd", "distil.jsd_beta=0.1"),
+        ("distil.teach_by=advantage", "distil.entropy.top_share=0.2", "distil.importance_cap=2.0"),
+        ("distil.objective=dro", "distil.updates_per_step=2", "distil.importance_cap=2.0"),
+        ("distil.entropy.kl_cov=0.2", "distil.updates_per_step=2", "distil.correction=icepop"),
+        ("scale.engine=vllm",),
+    ],
+)
+def test_recipes_that_can_work(sets: tuple[str, ...]) -> None:
+    assert recipe("grpo.type=distil", "distil.teacher.model=x", *sets).stages[-1].type == "distil"
 
 
 def test_bad_teachers_are_refused_before_a_run_is_made(arithmetic_teacher: Path, tmp_path: Path, teacher_folder: Path) -> None:
