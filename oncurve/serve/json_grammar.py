@@ -12,9 +12,10 @@ from __future__ import annotations
 import json
 import string
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,11 @@ OPTIONS = {
     "key_separator": ": ?",
     "coerce_one_of": False,
     "lenient": False,
+    "json_allowed_escapes": 'nrbtf\\"',
 }
-"""Options of llguidance's compiler. They override those that a schema may contain."""
+"""Options of llguidance's compiler. They override those that a schema may contain. Without the escape \\u no key can be spelled
+in two ways: `{"a": 1, "\\u0061": "x"}` has the key `a` twice, and llguidance would apply a property's schema to the first only.
+"""
 COMPARED = 4096
 """The most tokens whose bytes are compared with what the tokenizer decodes."""
 MAX_ITEMS = 20_000
@@ -79,8 +83,7 @@ class JsonGrammars:
     def _compile_text(self, text: str, is_call: bool) -> JsonGrammar:
         """``text``: a schema or, if ``is_call``, the schemas of functions by name."""
         self._check_characters({*string.printable[:95], *text})
-        if _has_repeatable_keys(json.loads(text)):
-            raise SchemaError("minProperties above 1 is not supported, as a text may have the same key twice")
+        _check_values(json.loads(text))
         try:
             grammar = self._call_rules(text) if is_call else LLMatcher.grammar_from_json_schema(text, overrides=OPTIONS)
             matcher = LLMatcher(
@@ -215,9 +218,33 @@ class JsonConstraint:
             self.error = self.matcher.get_error()
 
 
-def _has_repeatable_keys(schema: Any) -> bool:
-    """Whether some part of the schema requires several keys, which a text could satisfy by repeating one."""
+def _check_values(schema: Any) -> None:
+    """Refuses what llguidance accepts and does not enforce, or can't write without the escape \\u."""
+    bounds: dict[str, set[float]] = {}
+    for key, value in _walk(schema):
+        for text in (key, value):
+            if isinstance(text, str) and any(character < " " and character not in "\n\r\b\t\f" for character in text):
+                raise SchemaError(f"{text!r} has a control character, which is not supported")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if abs(value) > 2**53:
+            raise SchemaError(f"the number {value} is not supported: the largest is 2^53")
+        if key == "minProperties" and value > 1:
+            raise SchemaError("minProperties above 1 is not supported, as a text may have the same key twice")
+        bounds.setdefault(key, set()).add(value)
+    for side, other, sign in (("Minimum", "Maximum", 1), ("Maximum", "Minimum", -1)):
+        opposite = bounds.get(f"exclusive{other}", set()) | bounds.get(other.lower(), set())
+        for bound, end in product(bounds.get(f"exclusive{side}", ()), opposite):
+            if bound * sign >= 0 and bound == int(bound) and 0 < (end - bound) * sign < 1:  # it would allow the bound itself
+                raise SchemaError(f"exclusive{side} of {bound} with a bound of {end} on the other side is not supported")
+
+
+def _walk(schema: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """All values of a schema, each with the key of the object that it is in, or that its list is in."""
+    yield key, schema
     if isinstance(schema, dict):
-        least = schema.get("minProperties", 0)
-        return (isinstance(least, int) and least > 1) or any(map(_has_repeatable_keys, schema.values()))
-    return isinstance(schema, list) and any(map(_has_repeatable_keys, schema))
+        for name, value in schema.items():
+            yield from _walk(value, name)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from _walk(value, key)

@@ -184,6 +184,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum (5)"),
     ({"type": "string", "pattern": "("}, "unclosed group"),
     ({"type": "object", "minProperties": 2}, "same key twice"),
+    ({"type": "integer", "enum": [1, 10**20]}, "100000000000000000000"),
+    ({"const": 2**53 + 1}, "2^53"),
+    ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5}, "exclusiveMinimum of 0"),
+    ({"allOf": [{"type": "number", "exclusiveMaximum": -1}, {"minimum": -1.5}]}, "exclusiveMaximum of -1"),
+    ({"const": "a\u0001"}, "control character"),
     ({"x-guidance": {"lenient": True}, "not": {}}, "not"),
     ({"$ref": "#"}, "NoExtensionBias"),
 ]
@@ -195,6 +200,33 @@ def test_schemas_that_are_not_supported_are_refused_with_the_reason(served: Endp
         client.chat.completions.create(model=MODEL, messages=MESSAGES, response_format=response_format(schema))
     assert error.value.param == "response_format"
     assert reason in error.value.message
+
+
+def allows(schema: dict[str, Any], text: str) -> bool:
+    policy = random_policy(build_tokenizer(PRINTABLE))
+    constraint = JsonGrammars(policy).compile(schema).start()
+    for token_id in policy.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        if not constraint.allowed()[token_id]:
+            return False
+        constraint.accept(token_id)
+    return True
+
+
+def test_a_key_cannot_be_spelled_in_two_ways() -> None:
+    """A second `a`, written with escapes, would replace the first one."""
+    schema = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    assert allows(schema, '{"a":"x","b":5,"c\\n":"\\"\\\\"}')
+    assert not allows(schema, r'{"a":"x","\u0061":5}')
+    assert not allows({"type": "object", "patternProperties": {"^a": {"type": "string"}}}, r'{"\u0061":5}')
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 1), (0.5, 1), (0, 10), (-1, -0.5)])
+def test_an_excluded_bound_is_not_allowed(low: float, high: float) -> None:
+    policy = random_policy(build_tokenizer(PRINTABLE))
+    constraint = JsonGrammars(policy).compile({"type": "number", "exclusiveMinimum": low, "maximum": high}).start()
+    for token_id in policy.tokenizer(f"{low}", add_special_tokens=False)["input_ids"]:
+        constraint.accept(token_id)
+    assert constraint.error is not None or not constraint.allowed()[policy.eos_ids[0]]
 
 
 def test_a_schema_with_a_thousand_optional_properties(served: Endpoint) -> None:
