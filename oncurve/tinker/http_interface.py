@@ -254,7 +254,8 @@ class TinkerService:
         self.models: dict[str, TrainedAdapter | None] = {}
         """None while a model is being created."""
         self.samplers: dict[str, Sampler] = {}
-        self._read: OrderedDict[SavedPath, AdapterWeights] = OrderedDict()
+        self._read: OrderedDict[tuple[SavedPath, float], AdapterWeights] = OrderedDict()
+        """Saved weights by their path and when they were saved: they may be overwritten or deleted."""
         self.tokenizer_folder = folder / "tokenizer"
         policy.tokenizer.save_pretrained(self.tokenizer_folder)
 
@@ -457,12 +458,13 @@ class TinkerService:
     def _weights_of(self, sampler: Sampler) -> AdapterWeights | None:
         if sampler.path is None:
             return sampler.weights
-        if sampler.path not in self._read:
-            self._read[sampler.path] = self.saved.load(sampler.path, self.host.base.device)
+        key = sampler.path, self.saved.describe(sampler.path).created
+        if key not in self._read:
+            self._read[key] = self.saved.load(sampler.path, self.host.base.device)
             if len(self._read) > MAX_SNAPSHOTS:
                 self._read.popitem(last=False)
-        self._read.move_to_end(sampler.path)
-        return self._read[sampler.path]
+        self._read.move_to_end(key)
+        return self._read[key]
 
     async def result(self, request_id: str) -> Response:
         """The result of a request, or a reply that it is not ready yet."""

@@ -20,6 +20,7 @@ from oncurve.tinker.protobuf import read_fields, write_field
 from tests.models.architectures import make_model, tokenizer
 
 IDS = [5, 9, 20, 7, 11]
+JSON = {"content-type": "application/json"}
 
 
 class Client:
@@ -159,6 +160,25 @@ def test_samplers_keep_their_weights(client: Client, service: TinkerService) -> 
         client.train("save_weights_for_sampler", model, sampling_session_seq_id=seq_id)
     assert "too old" in client.sample(snapshot, 9, 400)["detail"]
     assert service.samplers[newest].weights is None
+
+
+def test_samplers_of_weights_that_are_saved_again_or_deleted(client: Client) -> None:
+    session = client.session()
+    model = client.model(session)
+
+    def sampler(seq_id: int) -> str:
+        path = client.train("save_weights", model, path="newest", overwrite=True)["path"]
+        body = {"session_id": session, "sampling_session_seq_id": seq_id, "model_path": path}
+        return str(client.post("create_sampling_session", **body)["sampling_session_id"])
+
+    before = client.tokens(sampler(0), 1, num_samples=3)
+    for _ in range(4):
+        client.loss(model)
+        client.train("optim_step", model, adam_params={"learning_rate": 0.3})
+    newest = sampler(1)
+    assert client.tokens(newest, 1, num_samples=3) != before
+    assert client.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/newest", headers=JSON).status_code == 204
+    assert "no saved weights" in client.result(client.sample(newest, 2))["error"]
 
 
 def test_a_saved_adapter_without_a_head_is_one_of_peft(client: Client, service: TinkerService) -> None:
