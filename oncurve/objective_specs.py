@@ -182,7 +182,7 @@ BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {
         "clipped",
         (0.2, 0.2),
         "mean_over_length_budget",
-        "a clipped ratio per token; each completion's sum is divided by a constant length budget, rewards by nothing",
+        "a clipped ratio per token; each completion's sum is divided by a constant length budget; no division by the std",
         "Dr. GRPO, arXiv 2503.20783",
         scale="none",
         trl=("dr_grpo", "token"),
@@ -311,7 +311,7 @@ BUILT_IN_OBJECTIVES: Mapping[ObjectiveName, ObjectiveSpec] = {
         "dppo_kl",
         (0.05, 0.05),
         "mean_over_step_tokens",
-        "dppo_tv with a bound on the KL of the token against all others instead",
+        "dppo_tv with a bound on the binary KL (this token or any other) instead of the change of probability",
         "DPPO-Binary-KL, arXiv 2602.04879",
     ),
     "maxrl": ObjectiveSpec(

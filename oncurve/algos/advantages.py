@@ -75,7 +75,7 @@ def outcome_advantages(
     weighted by ``lengths_PG`` (``length_weighted``: OPO, arXiv 2505.23585), or 0; for ``best_of_others`` see
     `pass_at_k_advantages`. s is the group's std (n − 1), or one std over all rewards of the batch, not centred by group (TRL's
     ``batch``). ``mean`` divides by the group's mean reward, without eps (MaxRL, arXiv 2602.02710), ``signal_share`` by the
-    fraction of rewards that lie in groups of unequal rewards (α of GPG, arXiv 2504.02546). ``none`` divides by nothing (Dr.
+    fraction of rewards that lie in groups of unequal rewards (1/α of GPG, arXiv 2504.02546). ``none`` divides by nothing (Dr.
     GRPO, arXiv 2503.20783), and so does ``whiten``, which normalises tokens afterwards (see `whiten`). The advantage is exactly
     0 for missing rewards, for groups too small to be graded, and for equal rewards if baseline or scale depend on them.
     """

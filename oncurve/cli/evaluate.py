@@ -52,9 +52,11 @@ def evaluate(
     samples: Annotated[int | None, typer.Option("--samples", min=1, help="Completions per problem.")] = None,
     temperature: Annotated[float | None, typer.Option("--temperature", min=0.0, help="0 is greedy.")] = None,
     harness: Annotated[
-        Literal["lm-eval"] | None, typer.Option("--harness", help="Evaluate tasks of lm-eval over our engine instead.")
+        Literal["lm-eval"] | None, typer.Option("--harness", help="lm-eval: evaluate its tasks with Oncurve's engine instead.")
     ] = None,
-    tasks: Annotated[str | None, typer.Option("--tasks", help="With --harness: names of its tasks, with commas.")] = None,
+    tasks: Annotated[
+        str | None, typer.Option("--tasks", help="With --harness: names of its tasks, separated by commas.")
+    ] = None,
     include: Annotated[
         Path | None, typer.Option("--include", metavar="DIR", help="With --harness: a folder of your own task files.")
     ] = None,
@@ -236,7 +238,10 @@ def chat(
     seed: Annotated[int, typer.Option("--seed", help="Seed for sampling.")] = 0,
     with_tools: WithTools = False,
     columns: Annotated[
-        str | None, typer.Option("--columns", metavar="JSON", help="Columns of the row that the environment begins with.")
+        str | None,
+        typer.Option(
+            "--columns", metavar="JSON", help="With --tools: the row that the environment's reset gets, as a JSON object."
+        ),
     ] = None,
     runs: Runs = RUNS,
     trusted: Trust = False,

@@ -26,7 +26,7 @@ from oncurve.kernels.launch import pdl_options
 
 @dataclass(frozen=True, slots=True)
 class ProductTiles:
-    """A program's rows, outputs and step along the inner dimension, and the parts into which that is split."""
+    """The tile of one program: its rows, its outputs and its step along the inner dimension, which is split into ``parts``."""
 
     rows: int
     outputs: int

@@ -378,7 +378,8 @@ def _find_eos_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) ->
 
 @torch.no_grad()
 def _build_fast_backbone(policy: Policy, description: DecoderDescription, compiled: bool) -> FusedBackbone | None:
-    """The fast path for this model and device, or None if there is none or it disagrees with the model on a few tokens."""
+    """The fast path for this model and device. None if there is none, or if its hidden states differ from the model's on a test
+    input of a few tokens."""
     model = policy.model
     fast: FusedBackbone | None = None
     if kernels.can_run_kernels(model.device):

@@ -65,7 +65,7 @@ class ReplayResult:
 
 
 def replay(run: RunFolder, stage: str | None, step: int, position: int) -> ReplayResult:
-    """Does the step again, and those between the last checkpoint before it and it, with the stored replies."""
+    """Repeats the steps from the last checkpoint before this step up to the step itself, with the stored replies."""
     run = RunFolder(run.path.absolute())
     with folder_of_inputs(run):
         return _replay(run, stage, step, position)

@@ -110,7 +110,7 @@ def short_toml(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecipeKey:
-    """One key of a recipe. ``owner`` is the section that it belongs to, ``inside`` the sections that its value may be.
+    """One key of a recipe. ``owner`` is the section that it belongs to; ``inside`` lists the sections that it may hold.
 
     Example: ``find_key("grpo.group_size").kind == "integer, 1 or more"``
     """

@@ -86,8 +86,8 @@ def build_stage_rewards(recipe: Recipe, stage: Stage, default_rewards: DefaultRe
 def stage_reward_configs(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
     """Which rewards grade a stage's completions, in training and wherever the stage is graded again.
 
-    - The stage's own rewards, else the recipe's. A stage that does not sample is only measured on held-out prompts: the task's
-      default rewards do if the recipe has none.
+    - The stage's own rewards, else the recipe's. A stage that does not sample is only measured on held-out prompts; if the
+      recipe has no rewards, the task's default rewards are used.
     - A verifiable reward of weight 0 if none of these defines accuracy.
     - `overlong`, if the stage sets it.
     """

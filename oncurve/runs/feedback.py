@@ -4,7 +4,8 @@ Labels are appended, never changed; the last label about a subject holds. The ru
 labels into preferences everywhere: the studio's agreement with the reward, `oncurve pairs --people`, and `grpo.iterate`.
 
 - A ranking prefers every completion of a better tier to every one of a worse tier.
-- A disputed reward prefers the completion to those of its group with a lower total reward, and those with a higher one to it.
+- A dispute gives the total reward that a completion should have had. The completion is preferred to those of its group with a
+  lower total reward than that, and those with a higher one are preferred to it.
 - Texts that are blank, or equal up to surrounding whitespace, make no pair.
 - A line that is not a valid label, or names a completion that the run does not have, is skipped; unreadable lines are noted in
   the run's log.

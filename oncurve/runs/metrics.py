@@ -117,7 +117,7 @@ _TABLE = (
     Metric(
         "pass_rate/",
         "share",
-        "Running pass rate of unseen prompts of one level of difficulty (curriculum).",
+        "Running pass rate of one level of difficulty, measured on prompts when they are first sampled (curriculum).",
         "rises; a level near 1 is sampled less",
     ),
     Metric(
@@ -225,7 +225,8 @@ _TABLE = (
         "mismatch_max",
         "nats",
         "Largest absolute difference between a forwarded token's log-prob in sampler and learner.",
-        "below 1e-4 in float32, below 0.5 in bfloat16; with the native engine, a first step above 0.01 or 1 stops the run",
+        "below 1e-4 in float32, below 0.5 in bfloat16; with the native engine, the run stops if the first step is above 0.01 "
+        "in float32, or in 16 bits above 1 with mismatch_kl above 0.01",
     ),
     Metric(
         "loss_scale",
@@ -281,7 +282,7 @@ _TABLE = (
     Metric(
         "step_share",
         "share",
-        "Share of the longest step that the line search took; 0: no step was good enough (trpo).",
+        "The step length that the line search accepted, as a share of the longest one; 0: no step was good enough (trpo).",
         "1, or 0.5",
     ),
     Metric("step_norm", "norm", "Norm of the change of the weights in the step (trpo).", "steady"),

@@ -65,7 +65,7 @@ def size(parameters: int) -> str:
 
 
 def model_size(parameters: int) -> str:
-    """`842k parameters`; a run whose stages use no model has none."""
+    """Such as `842k parameters`; `no model` if it is 0, as in a run whose stages use no model."""
     return f"{size(parameters)} parameters" if parameters else "no model"
 
 

@@ -4,8 +4,8 @@ A client's model is an adapter: a set of small float32 matrices with an optimise
 policy, a copy of the base model, into which the adapter of a request is loaded before the request is run. So any number of
 adapters and of saved versions of them costs little memory, and learner and sampler read the same weights.
 
-An adapter may include the LM head, which sampler and learner use as a plain matrix. Its policy has a head of its own with the
-weight W + s·B·A, and with the gradient G of that weight, those of A and B are s·Bᵀ·G and s·G·Aᵀ.
+An adapter may include the LM head, which sampler and learner use as a plain matrix. Its policy has a head of its own, with the
+weight W + s·B·A. If G is the gradient of that weight, the gradients of A and B are s·Bᵀ·G and s·G·Aᵀ.
 """
 
 from __future__ import annotations

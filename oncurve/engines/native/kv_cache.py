@@ -94,7 +94,7 @@ class KVCache:
             stored.view(self.blocks, self.block_slots, *stored.shape[1:])[blocks_n] = new[None]
 
     def clear_states(self, blocks: Sequence[int]) -> None:
-        """Let every slot of these blocks start from an empty state, as after a prompt without stored positions."""
+        """Let every slot of these blocks start from an empty state: a prompt of one token has no prefilled positions."""
         for state in self.states.values():
             for stored in state.tensors:
                 stored.view(self.blocks, self.block_slots, *stored.shape[1:])[list(blocks)] = 0

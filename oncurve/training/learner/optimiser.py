@@ -44,7 +44,7 @@ class UpdateGuard:
         self.history: dict[str, deque[float]] = {name: deque(maxlen=settings.window) for name in FLOORS}
 
     def rejection_reason(self, values: Mapping[str, float]) -> str | None:
-        """Why an update with these values must be skipped; None if it may be made: then they enter the history."""
+        """Why an update with these values must be skipped; None if it may be made; the values then enter the history."""
         for name, value in values.items():
             reason = self._spike_reason(name, value)
             if reason is not None:
