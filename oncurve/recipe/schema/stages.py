@@ -60,7 +60,7 @@ class StageBase(Section):
     """Tokens per forward pass (one micro-batch). It sets the memory; the gradient does not depend on it."""
     checkpointing: Literal["auto", "on", "off"] = "auto"
     """Activation checkpointing: recompute activations in the backward pass instead of keeping them, for less memory and about a
-    third more time. `auto`: on a GPU, for as many layers as the memory requires. The gradient is the same."""
+    third more time. `auto`: on a GPU, for as many layers of the policy as the memory requires. The gradient is the same."""
     eval_every: Count = 0
     """Evaluate on the held-out split every N steps, in addition to the end of the stage; 0: only at the end. Without a
     verifiable reward the mean reward is measured, and before the first step too."""

@@ -5,19 +5,22 @@ As few layers are checkpointed as the free memory requires. The gradient is the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from oncurve.models import lora
+from oncurve.models.device_memory import free_memory
 from oncurve.models.heads.lm_head import gpu_chunk_tokens
 from oncurve.models.policy import Policy
+from oncurve.training.learner.optimiser import Optimiser
 
+Checkpointing = Literal["auto", "on", "off"]
 MAX_FRACTION = 0.9
 """Fraction of the free memory that activations may use; the rest allows for fragmentation."""
 
@@ -67,12 +70,38 @@ def decoder_layers(backbone: nn.Module) -> list[nn.Module]:
     return [layer for outer in lists if outer not in inside for layer in outer]
 
 
+class CheckpointedLayers:
+    """Chooses how many layers of a policy a stage checkpoints, by its key `checkpointing`."""
+
+    def __init__(self, policy: Policy, checkpointing: Checkpointing) -> None:
+        self.policy, self.checkpointing = policy, checkpointing
+        self._largest_pack = 0
+        """Tokens of the largest pack for which layers were chosen."""
+
+    def choose(self, tokens: int, optimiser: Optimiser) -> None:
+        """For packs of this many tokens. Chosen again only if packs grow. An earlier stage may have chosen other layers."""
+        if tokens <= self._largest_pack:
+            return
+        self._largest_pack = tokens
+        count, device = 0, self.policy.device
+        if self.checkpointing == "on":
+            count = int(self.policy.model.config.get_text_config().num_hidden_layers)
+        elif self.checkpointing == "auto" and device.type == "cuda":
+            free = free_memory(device) - optimiser.unallocated_bytes - transient_bytes(self.policy, tokens)
+            count = layers_to_checkpoint(self.policy, tokens, free)
+        checkpoint_layers(self.policy, count)
+
+
 def checkpoint_layers(policy: Policy, count: int) -> None:
     """Checkpoint the first ``count`` layers; the others save their activations."""
     if policy.fast_backbone is not None:
         policy.fast_backbone.checkpointed = count
         return
-    for i, layer in enumerate(decoder_layers(policy.backbone)):
+    checkpoint_modules(decoder_layers(policy.backbone), count)
+
+
+def checkpoint_modules(layers: Sequence[nn.Module], count: int) -> None:
+    for i, layer in enumerate(layers):
         forward = type(layer).forward.__get__(layer)
         layer.forward = partial(_forward_with_recompute, forward) if i < count else forward
 

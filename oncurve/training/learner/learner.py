@@ -7,7 +7,7 @@ loss gives them a gradient: a KL, an entropy bonus, or a penalty on the change o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from itertools import accumulate, pairwise
@@ -33,7 +33,6 @@ from oncurve.algos.reductions import LossDenominators, loss_denominators
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import ModelError
 from oncurve.models import experts
-from oncurve.models.device_memory import free_memory
 from oncurve.models.experts import RoutingPass
 from oncurve.models.heads.lm_head import Truncation, truncated_logps
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, split_by_budget, to_device
@@ -44,7 +43,7 @@ from oncurve.recipe.schema.sections import EntropyControls
 from oncurve.recipe.schema.sections import Optimiser as OptimiserSettings
 from oncurve.records import Bools, Completion, Floats, GradedGroup, Group, Ints, ScoredGroup
 from oncurve.rng import philox_generator
-from oncurve.training.learner.activation_checkpointing import checkpoint_layers, layers_to_checkpoint, transient_bytes
+from oncurve.training.learner.activation_checkpointing import CheckpointedLayers
 from oncurve.training.learner.micro_batch import (
     CompletionIndex,
     MicroBatch,
@@ -144,8 +143,7 @@ class Learner(PackedStage):
             self._check_experts()
         self.other_flops = 0.0
         """Of the current update: FLOPs of passes besides those over its own packs."""
-        self._largest_pack = 0
-        """Tokens of the largest pack for which checkpointed layers were chosen."""
+        self.checkpointed = CheckpointedLayers(policy, settings.checkpointing)
 
     def update(self, groups: Sequence[GradedGroup]) -> UpdateResult:
         """μ passes over the groups, each in ``minibatches`` optimiser updates.
@@ -159,7 +157,7 @@ class Learner(PackedStage):
         chunks = split_evenly(len(groups), self.settings.minibatches)
         batches = self._build_fitting_batches(groups, chunks)
         totals = [self._loss_denominators([groups[g] for g in chunk]) for chunk in chunks]
-        self._choose_checkpointed_layers(max((micro.pack.tokens for batch in batches for micro in batch), default=0))
+        self.checkpointed.choose(largest_pack(micro for batch in batches for micro in batch), self.optimiser)
         stats = UpdateStats(groups, self.world)
         for i in range(self.settings.passes):
             last = i == self.settings.passes - 1
@@ -228,18 +226,6 @@ class Learner(PackedStage):
         used = utilisation(self.policy, packs, total, forward=passes + once, backward=passes, other=other)
         return replace(result, metrics=result.metrics | used, seconds=seconds)
 
-    def _choose_checkpointed_layers(self, tokens: int) -> None:
-        """How many layers recompute their activations, for packs of this many tokens. Chosen again only if packs grow."""
-        if tokens <= self._largest_pack:
-            return
-        self._largest_pack = tokens
-        checkpointing, device = self.settings.checkpointing, self.policy.device
-        if checkpointing == "on":
-            checkpoint_layers(self.policy, int(self.policy.model.config.get_text_config().num_hidden_layers))
-        elif checkpointing == "auto" and device.type == "cuda":
-            free = free_memory(device) - self.optimiser.unallocated_bytes - transient_bytes(self.policy, tokens)
-            checkpoint_layers(self.policy, layers_to_checkpoint(self.policy, tokens, free))
-
     def _build_fitting_batches(self, groups: Sequence[GradedGroup], chunks: Sequence[range]) -> list[list[MicroBatch]]:
         """The packs of each mini-batch; smaller ones if memory runs out in a forward pass without gradient."""
 
@@ -266,7 +252,7 @@ class Learner(PackedStage):
         self, groups: Sequence[GradedGroup], batch: list[MicroBatch], attempt: Callable[[list[MicroBatch]], T]
     ) -> T:
         """The result of ``attempt`` on a batch, repacked at half the size after each out-of-memory error."""
-        largest = max((micro.pack.tokens for micro in batch), default=0)
+        largest = largest_pack(batch)
         min_budget = max((min_pack_tokens(groups[g]) for micro in batch for g, _ in micro.indices), default=0)
         return self.with_oom_retry(
             lambda budget: attempt(batch if budget == largest else self.repack(groups, batch, budget)), largest, min_budget
@@ -590,6 +576,11 @@ def log_mass_of(completion: Completion, min_new_tokens: int, *, by_turn: bool = 
 def tokens_of(group: Group) -> int:
     """Tokens of a group in a pack, its prompt counted once: what it costs to learn from it."""
     return len(group.prompt_ids) + sum(c.packed_tokens for c in group.completions)
+
+
+def largest_pack(batch: Iterable[MicroBatch]) -> int:
+    """Tokens of the largest pack."""
+    return max((micro.pack.tokens for micro in batch), default=0)
 
 
 def min_pack_tokens(group: GradedGroup) -> int:

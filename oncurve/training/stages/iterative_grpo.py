@@ -57,7 +57,7 @@ class IterativeLoop(GrpoLoop):
             engine.policy, folder / TRAINED / stage.label, kind="pairs",
             heads=tuple(reward.heads) if len(reward.heads) > 1 else ("reward",), source=reward.source,
             optimiser=self.settings.optimiser, updates=stage.steps * self.settings.updates,
-            tokens_per_pack=stage.tokens_per_pack, seed=recipe.seed, world=world,
+            tokens_per_pack=stage.tokens_per_pack, checkpointing=stage.checkpointing, seed=recipe.seed, world=world,
         )  # fmt: skip
         self.first_examples = self._read_first_examples(recipe, reward)
         reward.use(self.reward_model.model)

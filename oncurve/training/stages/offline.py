@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from oncurve.records import StepReport
 from oncurve.runs.step_notes import note
 from oncurve.tasks.data.preference_pairs import left_out_text
 from oncurve.tasks.prompt_order import batch_indices
+from oncurve.training.learner.activation_checkpointing import CheckpointedLayers
 from oncurve.training.learner.oom_retry import PackedStage
 from oncurve.training.learner.optimiser import Optimiser
 from oncurve.training.timing import PhaseClock, utilisation
@@ -90,6 +92,10 @@ class PackedOfflineStage(OfflineStage[StageT, RowT], PackedStage):
 
     optimiser: Optimiser
 
+    @cached_property
+    def checkpointed(self) -> CheckpointedLayers:
+        return CheckpointedLayers(self.policy, self.stage.checkpointing)
+
     def each_pack(
         self, groups: Sequence[PrefixGroup], budget: int, dummy_forward: Callable[[Pack], object] | None = None
     ) -> Iterator[Pack]:
@@ -108,6 +114,8 @@ class PackedOfflineStage(OfflineStage[StageT, RowT], PackedStage):
 
         def attempt(local: list[int], fitting: int) -> tuple[dict[str, float], list[Pack]]:
             self.optimiser.zero_grad()
+            costs = [groups[i].tokens for i in local]
+            self.checkpointed.choose(max(min(fitting, sum(costs)), *costs, 0), self.optimiser)
             sums: dict[str, float] = {}
             packs = []
             for pack in self.each_pack([groups[i] for i in local], fitting):

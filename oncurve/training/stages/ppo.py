@@ -35,7 +35,8 @@ from oncurve.recipe.schema.stages import Ppo
 from oncurve.records import Floats, GradedGroup, Ints, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
-from oncurve.training.learner.learner import Learner, LearnerSettings, split_evenly
+from oncurve.training.learner.activation_checkpointing import CheckpointedLayers
+from oncurve.training.learner.learner import Learner, LearnerSettings, largest_pack, split_evenly
 from oncurve.training.learner.micro_batch import CompletionIndex, MicroBatch
 from oncurve.training.learner.optimiser import Update
 from oncurve.training.learner.sharded_optimiser import build_optimiser
@@ -170,6 +171,9 @@ class PpoLearner(Learner):
         super().__init__(policy, ppo_learner_settings(stage), world)
         self.ppo, self.is_warming_up = stage, False
         self.critic = ValueModel(policy, shared=stage.critic.trunk == "shared")
+        self.critic_checkpointed = (
+            self.checkpointed if self.critic.shared else CheckpointedLayers(self.critic.trunk, stage.checkpointing)
+        )
         rate = stage.critic.learning_rate or stage.optimiser.learning_rate
         settings = stage.optimiser.model_copy(update={"learning_rate": rate})
         updates = stage.steps * stage.critic_passes * stage.minibatches
@@ -247,6 +251,7 @@ class PpoLearner(Learner):
     def _accumulate_values(self, batch: Sequence[MicroBatch], totals: LossDenominators) -> dict[str, float]:
         """The critic's gradient of one update. Returns its loss and clipped fraction over this rank's packs."""
         self.critic_optimiser.zero_grad()
+        self.critic_checkpointed.choose(largest_pack(batch), self.critic_optimiser)
         weight = self.ppo.critic.loss_weight if self.critic.shared else 1.0
         trunk_optimiser = self.optimiser if self.critic.shared else self.critic_optimiser
         sums = dict.fromkeys(self.value_sums, 0.0)

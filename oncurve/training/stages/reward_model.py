@@ -28,6 +28,7 @@ from oncurve.runs.atomic_files import write_folder_atomically
 from oncurve.runs.step_notes import report_progress
 from oncurve.tasks.base import Task
 from oncurve.tasks.data.reward_model_data import RewardModelData, RewardModelExample, read_reward_model_data
+from oncurve.training.learner.activation_checkpointing import Checkpointing, checkpoint_modules, decoder_layers
 from oncurve.training.learner.oom_retry import PackedStage
 from oncurve.training.learner.sharded_optimiser import build_optimiser
 from oncurve.training.prompt_checker import PromptChecker
@@ -100,6 +101,7 @@ class RewardModelTrainer(PackedStage):
         optimiser: OptimiserSettings,
         updates: int,
         tokens_per_pack: int,
+        checkpointing: Checkpointing,
         seed: int,
         world: World,
     ) -> None:
@@ -111,6 +113,9 @@ class RewardModelTrainer(PackedStage):
             if source is None
             else load_classifier(source, heads, policy, by_token=by_token)
         )
+        if checkpointing == "on":
+            layers = decoder_layers(self.model.base_model)
+            checkpoint_modules(layers, len(layers))
         world.broadcast_([p.detach() for p in self.model.parameters()])  # transformers may have initialised a head at random
         self.optimiser = build_optimiser(self.model, optimiser, updates, world)
 
@@ -201,7 +206,8 @@ class RewardModelLoop(OfflineStage[RewardModel, TokenizedExample]):
         data = data or read_reward_model_data(stage)
         self.trainer = RewardModelTrainer(
             policy, folder / TRAINED / stage.label, kind=stage.kind, heads=stage.heads, source=stage.source,
-            optimiser=stage.optimiser, updates=stage.steps, tokens_per_pack=stage.tokens_per_pack, seed=seed, world=world,
+            optimiser=stage.optimiser, updates=stage.steps, tokens_per_pack=stage.tokens_per_pack,
+            checkpointing=stage.checkpointing, seed=seed, world=world,
         )  # fmt: skip
         limit = max_example_tokens(stage, policy)
         self.rows, self.heldout = (

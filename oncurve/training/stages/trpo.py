@@ -33,7 +33,7 @@ from oncurve.records import GradedGroup, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.step_notes import mark_update, note
 from oncurve.tasks.base import Task
-from oncurve.training.learner.learner import Learner, LearnerSettings, min_pack_tokens
+from oncurve.training.learner.learner import Learner, LearnerSettings, largest_pack, min_pack_tokens
 from oncurve.training.learner.micro_batch import MicroBatch
 from oncurve.training.learner.update_stats import UpdateResult, UpdateStats
 from oncurve.training.stages.grpo import RolloutLoop, grade_by_group
@@ -92,6 +92,7 @@ class TrpoLearner(Learner):
         self.phases = DevicePhases(self.policy.device)
         every = range(len(groups))
         batch, totals = self._build_fitting_batches(groups, [every])[0], self._loss_denominators(groups)
+        self.checkpointed.choose(largest_pack(batch), self.optimiser)
         stats = UpdateStats(groups, self.world)
         if not self._forwarded_groups(groups, every):
             return stats.result()

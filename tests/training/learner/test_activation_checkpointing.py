@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from oncurve.distributed.world import SINGLE_PROCESS
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
+from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.stages import Grpo, Ppo, RewardModel, Sft, Trpo
+from oncurve.rewards.mix import RewardMix
+from oncurve.tasks.data.reward_model_data import RewardModelData
+from oncurve.training.learner import activation_checkpointing
 from oncurve.training.learner.activation_checkpointing import (
     MAX_FRACTION,
     checkpoint_layers,
@@ -17,10 +26,19 @@ from oncurve.training.learner.activation_checkpointing import (
     layers_to_checkpoint,
     saved_bytes_per_token,
 )
+from oncurve.training.stages.grpo import GrpoLoop
+from oncurve.training.stages.ppo import PpoLoop
+from oncurve.training.stages.reward_model import RewardModelLoop
+from oncurve.training.stages.sft import SftLoop
+from oncurve.training.stages.trpo import TrpoLoop
+from tests.distributed.cases import CaseReward
+from tests.distributed.stage_cases import EXAMPLES, dpo_loop
 from tests.models.architectures import make_model, tokenizer
 from tests.models.test_every_family import CharacterTokenizer
 from tests.models.test_pack_attention import far_apart, gradients, groups_of, weighted
 from tests.models.tiny_families import tiny_model
+from tests.training.builders import PROMPTS, policy
+from tests.training.stages.test_sft import TASK
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
@@ -77,3 +95,37 @@ def test_saved_bytes_of_the_fast_path_by_hand() -> None:
     d = config.hidden_size // config.num_attention_heads
     wide = 2 * config.hidden_size + (2 * config.num_attention_heads + 2 * config.num_key_value_heads) * d
     assert saved_bytes_per_token(policy) == 4 * (wide + 2 * config.intermediate_size) + 4 * config.num_attention_heads
+
+
+def loop_of(kind: str, trained: Policy, folder: Path, checkpointing: str) -> Any:
+    options = {"steps": 2, "checkpointing": checkpointing}
+    if kind == "sft":
+        section = Sft.model_validate({"batch_size": 4, **options})
+        return SftLoop(section, 0, TASK, trained)
+    if kind == "dpo":
+        return dpo_loop(SINGLE_PROCESS, trained, checkpointing=checkpointing)
+    if kind == "reward_model":
+        data = RewardModelData(EXAMPLES["pairs"], ())
+        return RewardModelLoop(RewardModel.model_validate({"data": "-", **options}), 0, trained, folder, data)
+    rollouts = {"prompts_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 4}, **options}
+    section, loop = {"grpo": (Grpo, GrpoLoop), "ppo": (Ppo, PpoLoop), "trpo": (Trpo, TrpoLoop)}[kind]
+    engine = NativeEngine(trained, Engine(slots=16))
+    return loop(section.model_validate(rollouts), 0, PROMPTS, engine, RewardMix([CaseReward("digits")]))
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward_model", "grpo", "ppo", "trpo"])
+def test_every_stage_checkpoints_as_its_recipe_says(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever an earlier stage with the same policy did."""
+    recomputed: list[object] = []
+
+    def checkpoint(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        recomputed.append(forward)
+        return torch.utils.checkpoint.checkpoint(forward, *args, **kwargs)
+
+    monkeypatch.setattr(activation_checkpointing, "checkpoint", checkpoint)
+    trained = policy()
+    trained.fast_backbone = None  # through transformers' modules
+    for checkpointing in ("on", "off", "on"):
+        recomputed.clear()
+        loop_of(kind, trained, tmp_path, checkpointing).step(1)
+        assert bool(recomputed) == (checkpointing == "on")
