@@ -14,7 +14,7 @@ import uuid
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -418,7 +418,7 @@ class TinkerService:
 
     def sample(self, body: SampleBody) -> tuple[str, list[str]]:
         """(the request's id, the ids of its sequences)."""
-        sampler = self.sampler(body.sampling_session_id)
+        sampler = replace(self.sampler(body.sampling_session_id))  # it keeps its weights until the request has run
         if sampler.model_id is not None and sampler.weights is None:
             raise RefusedRequest(
                 f"this sampling session is too old: only the last {MAX_SNAPSHOTS} snapshots of a model are kept; save weights "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -160,6 +161,24 @@ def test_samplers_keep_their_weights(client: Client, service: TinkerService) -> 
         client.train("save_weights_for_sampler", model, sampling_session_seq_id=seq_id)
     assert "too old" in client.sample(snapshot, 9, 400)["detail"]
     assert service.samplers[newest].weights is None
+
+
+def test_a_sample_request_keeps_its_weights_while_it_waits(client: Client, service: TinkerService) -> None:
+    """Eight newer snapshots are taken between the request and its turn."""
+    session = client.session()
+    model = client.model(session)
+    for _ in range(4):
+        client.loss(model)
+        client.train("optim_step", model, adam_params={"learning_rate": 0.3})
+    oldest = client.train("save_weights_for_sampler", model, sampling_session_seq_id=0)["sampling_session_id"]
+    expected = client.tokens(oldest, 1, num_samples=3)
+    can_run = threading.Event()
+    service.queue.submit(can_run.wait)
+    for seq_id in range(1, 1 + http_interface.MAX_SNAPSHOTS):
+        body = {"model_id": model, "seq_id": 100 + seq_id, "sampling_session_seq_id": seq_id}
+        client.post("save_weights_for_sampler", **body)
+    threading.Timer(1.0, can_run.set).start()
+    assert client.tokens(oldest, 2, num_samples=3) == expected
 
 
 def test_samplers_of_weights_that_are_saved_again_or_deleted(client: Client) -> None:
