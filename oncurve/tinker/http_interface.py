@@ -236,6 +236,16 @@ class Futures:
             self.results[request_id] = start()
         return request_id
 
+    @property
+    def waiting(self) -> int:
+        """Requests that have not run yet."""
+        return sum(not future.done() for future in list(self.results.values()))
+
+    def forget(self, session_id: str) -> None:
+        """Forgets the results of a session that has ended: nobody asks for them."""
+        for name in [name for name in list(self.results) if name.startswith(f"{session_id}:")]:
+            self.results.pop(name, None)
+
     def mark_retrieved(self, request_id: str) -> None:
         self.retrieved.append(request_id)
         if len(self.retrieved) > MAX_RETRIEVED:
@@ -297,8 +307,9 @@ class TinkerService:
         return model
 
     def finish(self, session_id: str) -> None:
-        """Forgets the models and samplers of a session. Adapters that the session saved stay on disk."""
+        """Forgets the models, samplers and results of a session. Adapters that the session saved stay on disk."""
         self.sessions.pop(session_id, None)
+        self.futures.forget(session_id)
         for known in (self.models, self.samplers):
             for name in [name for name in list(known) if name.startswith(f"{session_id}:")]:
                 known.pop(name, None)
@@ -330,6 +341,8 @@ class TinkerService:
         model_id = f"{body.session_id}:train:{body.model_seq_id}"
 
         def work() -> dict[str, Any]:
+            if body.session_id not in self.sessions:
+                raise RefusedRequest("the session has ended")
             self.models[model_id] = self.host.create(shape, body.lora_config.seed or 0)
             return {"model_id": model_id, "type": "create_model"}
 
@@ -468,6 +481,7 @@ class TinkerService:
 
     async def result(self, request_id: str) -> Response:
         """The result of a request, or a reply that it is not ready yet."""
+        self._hear(request_id)
         future = self.futures.results.get(request_id)
         if future is None:
             raise HTTPException(404, f"there is no request {request_id!r}: the server may have been restarted")
@@ -599,7 +613,7 @@ def make_app(service: TinkerService, key: str | None) -> ASGIApp:
 
     @app.post("/api/v1/asample")
     async def asample(body: SampleBody) -> dict[str, Any]:
-        if len(service.futures.results) - len(service.futures.retrieved) > MAX_WAITING:
+        if service.futures.waiting >= MAX_WAITING:
             raise HTTPException(429, f"more than {MAX_WAITING} requests wait: try again later")
         request_id, sequence_ids = service.sample(body)
         return promise(request_id, sample_sequence_ids=sequence_ids)

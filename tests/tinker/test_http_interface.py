@@ -288,6 +288,28 @@ def test_a_session_without_heartbeats_is_forgotten_when_another_starts(client: C
     assert "sent no heartbeat" in client.post("session_heartbeat", 404, session_id=crashed)["detail"]
 
 
+def test_results_that_nobody_asks_for_do_not_count_as_waiting(
+    client: Client, service: TinkerService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_interface, "MAX_WAITING", 2)
+    session = client.session()
+    base = client.post("create_sampling_session", session_id=session, sampling_session_seq_id=0, base_model="small")
+    for seq_id in range(4):
+        client.sample(base["sampling_session_id"], seq_id)
+        service.queue.submit(lambda: None).result()
+    can_run = threading.Event()
+    service.queue.submit(can_run.wait)
+    for seq_id in (4, 5):
+        client.sample(base["sampling_session_id"], seq_id)
+    assert "more than 2 requests wait" in client.sample(base["sampling_session_id"], 6, 429)["detail"]
+    promise = client.post("create_model", session_id=session, model_seq_id=0, base_model="small", lora_config={"rank": 2})
+    service.finish(session)
+    can_run.set()
+    service.queue.submit(lambda: None).result()
+    assert not [name for name in (*service.futures.results, *service.models) if name.startswith(session)]
+    assert "no request" in client.post("retrieve_future", 404, request_id=promise["request_id"])["detail"]
+
+
 @pytest.mark.parametrize("name", ["../../x", "a/b", "", ".hidden", "a" * 300])
 def test_names_of_saved_weights_stay_in_their_folder(client: Client, name: str) -> None:
     model = client.model(client.session())
