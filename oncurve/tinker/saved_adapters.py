@@ -159,6 +159,8 @@ class SavedAdapters:
         for kind in KINDS:
             folder = self.folder / model_id.replace(":", "-") / kind
             for place in sorted(folder.iterdir()) if folder.is_dir() else ():
+                if not NAME.fullmatch(place.name):  # a partial write
+                    continue
                 path = SavedPath(model_id, kind, place.name)
                 try:
                     description = self.describe(path)

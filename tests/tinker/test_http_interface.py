@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -326,6 +327,15 @@ def test_saved_weights_are_not_overwritten_unless_asked_and_expire(client: Clien
     (place / "tinker.json").write_text(json.dumps(description | {"expires": 1.0}))
     assert "expired" in client.post("weights_info", 400, tinker_path=saved)["detail"]
     assert not place.exists()
+
+
+def test_partial_writes_are_not_listed(client: Client, service: TinkerService) -> None:
+    model = client.model(client.session())
+    client.train("save_weights", model, path="a")
+    folder = service.saved.folder / model.replace(":", "-") / "weights"
+    shutil.copytree(folder / "a", folder / ".writing-b")
+    (saved,) = client.http.get(f"/api/v1/training_runs/{model}/checkpoints").json()["checkpoints"]
+    assert saved["checkpoint_id"] == "weights/a"
 
 
 def test_a_server_with_a_key_takes_it_from_the_sdks_header(service: TinkerService, monkeypatch: pytest.MonkeyPatch) -> None:
