@@ -51,6 +51,7 @@ from oncurve.serve.openai_format import (
     error_response,
     error_text,
     install_error_handlers,
+    token_id_text,
 )
 from oncurve.serve.openai_format import Message as ChatMessage
 from oncurve.serve.server import CompletionCall, EngineLoop, ServedModel, find_model, send_response
@@ -232,6 +233,8 @@ def make_app(rollouts: dict[str, AgentRollout]) -> ASGIApp:
         if body.response_format is not None and body.response_format.json_schema is not None:
             message = "json_schema: the model has to be trained on unconstrained samples; ask for JSON in the prompt instead"
             raise ApiError(400, message, "response_format")
+        if body.response_format is not None and body.response_format.type == "json_object":
+            rollout.ignored.add("response_format json_object")
         if body.required_functions:
             message = (
                 "tool_choice: the model has to be trained on unconstrained samples; ask for the call in the prompt instead"
@@ -269,6 +272,8 @@ def _check(rollout: AgentRollout, body: CompletionBody) -> None:
         value = getattr(body, name)
         if value is not None and value != getattr(rollout.sampling, name):
             rollout.ignored.add(f"{name} {value:g}")
+    if body.seed is not None:
+        rollout.ignored.add("seed")
 
 
 async def plan_chat(rollout: AgentRollout, body: ChatBody) -> PlannedTurn:
@@ -332,6 +337,8 @@ async def plan_text(rollout: AgentRollout, body: TextBody) -> PlannedTurn:
     served = rollout.served
     if len(body.prompts) > 1:
         raise ApiError(400, "several prompts: an agent gets one completion for each call; call again for more", "prompt")
+    if body.echo:
+        raise ApiError(400, "echo: an agent's endpoint samples completions only; it scores no prompts", "echo")
     prompt = body.prompts[0]
     found = find_continued_text(rollout.sequences, prompt)
     shown = prompt if isinstance(prompt, str) else served.decode(prompt)
@@ -399,7 +406,8 @@ async def _respond(
     formatter: Callable[[str, Callable[[int], str], bool], ResponseFormatter],
 ) -> Response:
     served = replace(rollout.served, engine=cast(EngineLoop, RecordedCalls(rollout.served.engine, rollout, turn)))
-    response = formatter(served.name, served.token_text, body.wants_logprobs)
+    as_ids = isinstance(body, TextBody) and body.return_tokens_as_token_ids
+    response = formatter(served.name, token_id_text if as_ids else served.token_text, body.wants_logprobs)
     return await send_response(CompletionCall(served, [turn.request], body.with_usage, response), request, body.stream)
 
 

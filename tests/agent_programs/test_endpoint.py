@@ -379,6 +379,21 @@ def test_refused_calls_say_why_and_are_remembered(served: Agents) -> None:
     assert not rollout.sequences
 
 
+def test_what_a_call_asks_for_is_done_refused_or_noted(served: Agents) -> None:
+    rollout = served.rollout()
+    client = served.client(rollout)
+    with pytest.raises(openai.BadRequestError, match="echo"):
+        client.completions.create(model="policy", prompt="12+34=", max_tokens=0, echo=True, logprobs=0)
+    assert not rollout.sequences
+    text = client.completions.create(
+        model="policy", prompt="12+34=", max_tokens=2, logprobs=0, seed=3, extra_body={"return_tokens_as_token_ids": True}
+    )
+    logprobs: Any = text.choices[0].logprobs
+    assert logprobs.tokens == [f"token_id:{token_id}" for token_id in logprobs.token_ids]
+    client.chat.completions.create(model="policy", messages=[QUESTION], response_format={"type": "json_object"}, max_tokens=2)
+    assert rollout.ignored == {"seed", "response_format json_object"}
+
+
 def test_a_rollout_is_stored_and_read_bit_for_bit_and_shares_its_groups_prompt(served: Agents) -> None:
     solver, other = served.rollout(), served.rollout(temperature=1.0)
     solve(served, solver)
