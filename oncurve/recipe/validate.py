@@ -389,6 +389,13 @@ def _check_advantage(recipe: Recipe, stage: Grpo | Trpo) -> Problems:
     if scale == "per_reward" and baseline != "mean":
         because = "each reward is centred on its group's mean before they are summed"
         yield RecipeError(f"{key}.baseline", baseline, because=because, fix='remove it, or use another scale than "per_reward"')
+    if scale == "mean" and stage.overlong is not None and stage.overlong.weight > 0:
+        because = "a reward of 0 would become negative, and advantages are divided by the group's mean reward"
+        fix = "remove it, use mask_cut = true, or another scale"
+        yield RecipeError(f"{stage.label}.overlong", "set", because=because, fix=fix)
+    if scale == "mean" and isinstance(stage, Grpo) and stage.kl.beta and stage.kl_place == "reward":
+        because = "a reward of 0 minus a KL is negative, and advantages are divided by the group's mean reward"
+        yield RecipeError(f"{stage.label}.kl.where", "reward", because=because, fix='use kl.where = "loss", or another scale')
     if scale == "per_reward" and isinstance(stage, Grpo) and stage.kl.beta and stage.kl_place == "reward":
         because = "rewards are normalised one by one, and the KL is not one of them"
         yield RecipeError(f"{stage.label}.kl.where", "reward", because=because, fix='use kl.where = "loss"')
