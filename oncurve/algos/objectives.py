@@ -29,6 +29,7 @@ class LossInputs:
     each token's completion, from 0. ``logp_old_M`` comes from the learner, not the sampler; it is ``logp_new_M`` detached if
     the batch gets a single update. ``weight_M`` holds truncated importance weights, which scale the surrogate and not the KL.
     ``kept_M`` is False at tokens whose surrogate an entropy control drops, ``anchor_M`` the weight of each token's |log ρ|.
+    ``logp_untruncated_M`` is the log-prob before truncated sampling, which the KL term compares; None if nothing is truncated.
     """
 
     logp_new_M: Tensor
@@ -43,6 +44,7 @@ class LossInputs:
     weight_M: Tensor | None = None
     kept_M: Tensor | None = None
     anchor_M: Tensor | None = None
+    logp_untruncated_M: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +109,8 @@ class Objective:
         policy_loss = -(share_M * weighted_M).sum()
         loss, kl_M = policy_loss, None
         if inputs.logp_ref_M is not None:
-            kl_M = KL_ESTIMATORS[settings.kl_estimator](logp_M, rows.mask(inputs.logp_ref_M.detach()))
+            compared_M = logp_M if inputs.logp_untruncated_M is None else rows.mask(inputs.logp_untruncated_M)
+            kl_M = KL_ESTIMATORS[settings.kl_estimator](compared_M, rows.mask(inputs.logp_ref_M.detach()))
         if settings.beta:
             assert kl_M is not None, "beta is set, but there are no reference log-probs"
             loss = loss + settings.beta * (share_M * (kl_M * ratio_M if settings.ratio_weighted_kl else kl_M)).sum()

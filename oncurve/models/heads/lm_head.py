@@ -166,24 +166,24 @@ class Truncation:
 def truncated_logps(
     head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, truncation: Truncation
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-prob of each target, entropy, log of the total probability of the kept tokens), each [M], of the distribution that
-    is renormalised over the tokens that truncated sampling kept. By autograd, chunk by chunk; the last one has no gradient."""
+    """(log-prob of each target, entropy, log-prob before truncation), each [M]: the first two are of the distribution that is
+    renormalised over the tokens that truncated sampling kept. By autograd, chunk by chunk."""
     hidden_MD = hidden_MD.to(head.weight_VD.dtype)
 
     def chunk(hidden: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
         target = target_M[rows]
         logp_all = at_temperature(head.logits(hidden), temperature).log_softmax(-1)
-        untruncated = logp_all.detach().gather(1, target[:, None])[:, 0]
+        untruncated = logp_all.gather(1, target[:, None])[:, 0]
         dropped = ~truncation.part(rows).kept_mask(logp_all.detach(), target)
         logp_all = logp_all.masked_fill(dropped, -torch.inf).log_softmax(-1)
         logp_target = logp_all.gather(1, target[:, None])[:, 0]
         entropy = -torch.linalg.vecdot(logp_all.exp(), logp_all.masked_fill(dropped, 0.0))
-        return logp_target, entropy, untruncated - logp_target.detach()
+        return logp_target, entropy, untruncated
 
     rows = _truncated_chunks(head, len(hidden_MD))
     chunks = [checkpoint(chunk, hidden_MD[r], r, use_reentrant=False) for r in rows]
-    logps, entropies, masses = (torch.cat(values) for values in zip(*chunks, strict=True))
-    return logps, entropies, masses
+    logps, entropies, untruncated = (torch.cat(values) for values in zip(*chunks, strict=True))
+    return logps, entropies, untruncated
 
 
 @torch.no_grad()

@@ -500,12 +500,11 @@ class Learner(PackedStage):
         target_M, temperature = part.pack.target_M, self.settings.temperature
         if part.truncation is None:
             logp_M, entropy_M = self.policy.target_logps(hidden_MD, target_M, temperature)
+            inputs = self._loss_inputs(part, totals, logp_M, entropy_M)
         else:
-            logp_M, entropy_M, log_mass_M = truncated_logps(self.policy.head, hidden_MD, target_M, temperature, part.truncation)
-            if part.logp_ref_M is not None:
-                # So that the KL term compares what both models give the token before truncation.
-                part = replace(part, logp_ref_M=part.logp_ref_M - log_mass_M)
-        inputs = self._loss_inputs(part, totals, logp_M, entropy_M)
+            head, truncation = self.policy.head, part.truncation
+            logp_M, entropy_M, untruncated_M = truncated_logps(head, hidden_MD, target_M, temperature, truncation)
+            inputs = replace(self._loss_inputs(part, totals, logp_M, entropy_M), logp_untruncated_M=untruncated_M)
         return inputs, self.objective.loss(inputs, self.loss_settings)
 
     def _loss_inputs(self, micro: MicroBatch, totals: LossDenominators, logp_M: Tensor, entropy_M: Tensor) -> LossInputs:

@@ -104,7 +104,7 @@ def logps_over(
 @pytest.mark.parametrize("tokens_per_pack", [20, 4096])
 def test_later_updates_keep_the_tokens_that_were_sampled_from(truncation: dict[str, Any], tokens_per_pack: int) -> None:
     """The second update's gradient is that of the formula, with the set of the weights that sampled, and the KL is that of
-    the untruncated models, with the gradient of the truncated log-prob."""
+    the untruncated models."""
     beta = 0.5
     options = {
         "sampling": {**HEATED, **truncation}, "optimiser": {**SMOOTH, "learning_rate": 1.0}, "kl": {"beta": beta},
@@ -126,7 +126,7 @@ def test_later_updates_keep_the_tokens_that_were_sampled_from(truncation: dict[s
                 old_T, reference_T = logps_over(start, *where, kept_TV)
             new_T, plain_T = logps_over(moved, *where, kept_TV)
             changed = max(changed, float((kept_TV != kept_under(moved, *where)).sum(1).max()))
-            gap_T = reference_T - (plain_T.detach() + new_T - new_T.detach())
+            gap_T = reference_T - plain_T
             kl_T = gap_T.exp() - gap_T - 1
             ratio_T = (new_T - old_T).exp()
             loss = loss + (-ratio_T * torch.from_numpy(advantages) + beta * kl_T).mean() / 16
@@ -204,6 +204,33 @@ def test_the_kl_compares_what_both_models_give_before_truncation() -> None:
     """A reference that equals the policy has no KL, whatever is truncated."""
     loop = loop_for({"sampling": {**HEATED, "top_p": 0.8}, "optimiser": STILL, "kl": {"beta": 0.1}}, digits)
     assert loop.step(1).metrics["kl"] < 1e-6
+
+
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_the_gradient_of_the_kl_is_that_of_the_log_prob_before_truncation(top_k: int) -> None:
+    """Without a signal, the gradient is that of the KL alone. A token that was sampled from one has a log-prob of 0 whatever
+    the weights, and its KL still pulls."""
+    kl = {"beta": 1.0, "estimator": "k2"}
+    loop = loop_for({"sampling": {**HEATED, "top_k": top_k}, "optimiser": STILL, "kl": kl}, lambda text: 0.0)
+    reference = copy.deepcopy(loop.engine.policy.model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in loop.engine.policy.model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=generator))
+    plain = copy.deepcopy(loop.engine.policy.model)
+    for model in (reference, plain):
+        model.set_attn_implementation("eager")
+    report = loop.step(1)
+    loss = torch.zeros(())
+    for graded in report.groups:
+        for c in graded.group.completions:
+            everything = Sampling(temperature=1.3)
+            ours_T, theirs_T = (truncated_logps(m, graded.group.prompt_ids, c, everything) for m in (plain, reference))
+            loss = loss + 0.5 * (ours_T - theirs_T.detach()).square().mean() / (4 * len(report.groups))
+    plain.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert report.metrics["loss"] == pytest.approx(float(loss.detach()), rel=1e-4)
+    assert apart(gradient(loop.engine.policy.model), gradient(plain)) < 1e-4
 
 
 def test_an_agent_bans_end_tokens_at_the_start_of_each_turn() -> None:
