@@ -100,8 +100,7 @@ def test_saved_bytes_of_the_fast_path_by_hand() -> None:
 def loop_of(kind: str, trained: Policy, folder: Path, checkpointing: str) -> Any:
     options = {"steps": 2, "checkpointing": checkpointing}
     if kind == "sft":
-        section = Sft.model_validate({"batch_size": 4, **options})
-        return SftLoop(section, 0, TASK, trained)
+        return SftLoop(Sft.model_validate({"batch_size": 4, **options}), 0, TASK, trained)
     if kind == "dpo":
         return dpo_loop(SINGLE_PROCESS, trained, checkpointing=checkpointing)
     if kind == "reward_model":
