@@ -65,7 +65,10 @@ class ReplayResult:
 
 
 def replay(run: RunFolder, stage: str | None, step: int, position: int) -> ReplayResult:
-    """Repeats the steps from the last checkpoint before this step up to the step itself, with the stored replies."""
+    """Repeats the steps from the last checkpoint before this step up to the step itself.
+
+    The stored results of nondeterministic rewards and environments are used instead of new ones.
+    """
     run = RunFolder(run.path.absolute())
     with folder_of_inputs(run):
         return _replay(run, stage, step, position)

@@ -86,8 +86,8 @@ def build_stage_rewards(recipe: Recipe, stage: Stage, default_rewards: DefaultRe
 def stage_reward_configs(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
     """Which rewards grade a stage's completions, in training and wherever the stage is graded again.
 
-    - The stage's own rewards, else the recipe's. A stage that does not sample is only measured on held-out prompts; if the
-      recipe has no rewards, the task's default rewards are used.
+    - The stage's own rewards, else the recipe's. A stage that does not sample is only measured on held-out prompts, by
+      the recipe's rewards or, if it has none, by the task's default rewards.
     - A verifiable reward of weight 0 if none of these defines accuracy.
     - `overlong`, if the stage sets it.
     """
@@ -104,8 +104,8 @@ def stage_reward_configs(recipe: Recipe, stage: Stage, default_rewards: DefaultR
 def _accuracy_reward(recipe: Recipe, stage: Stage, default_rewards: DefaultRewards) -> tuple[sections.Reward, ...]:
     """A verifiable reward (weight 0) for reporting accuracy if the stage has none: the recipe's, else the task's, else none.
 
-    The default reward of the user's own file is a guess from a column named `answer`: a run that a judge grades must not be
-    headed by an accuracy that nobody asked for.
+    The default reward of the task `file` is not used here. It is only a guess, made if the user's file has a column `answer`,
+    and a run that a judge grades must not report an accuracy that nobody asked for.
     """
     own_file = task_for_stage(recipe, stage).type == "file"
     for configs in (lambda: recipe.rewards, (lambda: ()) if own_file else default_rewards):

@@ -1,7 +1,8 @@
 """Human feedback: rankings and disputed rewards, in ``feedback.jsonl`` in the run's folder.
 
-Labels are appended, never changed; the last label about a subject holds. The run's database is only read. The same rule turns
-labels into preferences everywhere: the studio's agreement with the reward, `oncurve pairs --people`, and `grpo.iterate`.
+Labels are appended, never changed; the last label about a subject holds. The run's database is only read. The same rules turn
+labels into preferences everywhere: where the studio shows how often the reward agrees with people, in `oncurve pairs --people`,
+and in `grpo.iterate`.
 
 - A ranking prefers every completion of a better tier to every one of a worse tier.
 - A dispute gives the total reward that a completion should have had. The completion is preferred to those of its group with a
@@ -205,11 +206,11 @@ def _decided(label: Label, totals: Sequence[float | None]) -> Iterator[tuple[int
 
 @dataclass(frozen=True, slots=True)
 class RaterAgreement:
-    """How far people agree: over pairs of completions that two people ranked, each pair of people counted once.
+    """How far people agree about pairs of completions. A pair counts once for every two people who both ranked it.
 
     ``kappa`` corrects the agreement for chance: (share agreed − chance) / (1 − chance), where chance is the sum of the squared
     shares of the three verdicts (better, equal, worse), pooled over people and both orders of a pair (Scott's π). None if
-    chance alone explains everything.
+    there are no pairs, or if every verdict is ``equal`` (chance is 1).
     """
 
     raters: int

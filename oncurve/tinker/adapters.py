@@ -226,7 +226,8 @@ def _untie_head(model: Any) -> nn.Linear:
 
 
 def _target_layers(model: Any, shape: AdapterShape) -> tuple[str, ...]:
-    """The names of the linear layers that get an adapter: all but the head, by whether they are of an attention module."""
+    """The names of the linear layers that get an adapter: those in attention modules if ``shape.attention``, the others if
+    ``shape.mlp``. Never the head."""
     head = model.get_output_embeddings()
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head]
     is_attention = {name: any("attn" in part or "attention" in part for part in name.split(".")) for name in names}

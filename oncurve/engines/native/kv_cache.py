@@ -1,4 +1,4 @@
-"""The KV cache of torch and C, and how a prefill and a decode step attend to it.
+"""The KV cache of the torch and C runners, and how a prefill and a decode step attend to it.
 
 The cache has *blocks* of R slots that share one prompt: a block's prompt is stored once and read once for its R completions,
 each of which owns only its suffix. Keys are stored in pages of PAGE positions. Every matrix product has a fixed shape, and a
@@ -94,7 +94,8 @@ class KVCache:
             stored.view(self.blocks, self.block_slots, *stored.shape[1:])[blocks_n] = new[None]
 
     def clear_states(self, blocks: Sequence[int]) -> None:
-        """Let every slot of these blocks start from an empty state: a prompt of one token has no prefilled positions."""
+        """Let every slot of these blocks start from an empty state. Used for prompts of one token: a prefill leaves out a
+        prompt's last token, so it stores no state for them."""
         for state in self.states.values():
             for stored in state.tensors:
                 stored.view(self.blocks, self.block_slots, *stored.shape[1:])[list(blocks)] = 0
@@ -269,7 +270,7 @@ class DecodeLayout:
         return out.permute(0, 2, 4, 1, 3, 5).reshape(S, W, H, d)
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
-        """One token for every slot. The states keep their memory: a slot's state is set in place at its next prefill."""
+        """One token for every slot. States are updated in place, in the tensors into which a slot's next prefill writes too."""
         states = self.cache.states
         out, after = run(hidden, states.get(layer))
         if self.live_S is not None:

@@ -107,7 +107,8 @@ def loop_of(kind: str, trained: Policy, folder: Path, checkpointing: str) -> Any
         data = RewardModelData(EXAMPLES["pairs"], ())
         return RewardModelLoop(RewardModel.model_validate({"data": "-", **options}), 0, trained, folder, data)
     rollouts = {"prompts_per_step": 2, "group_size": 4, "sampling": {"max_new_tokens": 4}, **options}
-    section, loop = {"grpo": (Grpo, GrpoLoop), "ppo": (Ppo, PpoLoop), "trpo": (Trpo, TrpoLoop)}[kind]
+    kinds: dict[str, tuple[Any, Any]] = {"grpo": (Grpo, GrpoLoop), "ppo": (Ppo, PpoLoop), "trpo": (Trpo, TrpoLoop)}
+    section, loop = kinds[kind]
     engine = NativeEngine(trained, Engine(slots=16))
     return loop(section.model_validate(rollouts), 0, PROMPTS, engine, RewardMix([CaseReward("digits")]))
 
