@@ -12,6 +12,9 @@ from oncurve.records import StepReport
 PATIENCE = 5
 """Steps in a row that must look bad before a warning, and look well before it may be repeated."""
 
+NEARLY_ALL = 0.9
+"""If this fraction of a step's completions is correct, a low entropy is what success looks like, and there is no warning."""
+
 
 @dataclass(frozen=True, slots=True)
 class CollapseRule:
@@ -25,7 +28,7 @@ class CollapseRule:
 
 COLLAPSE_RULES = {
     "entropy": CollapseRule(
-        lambda m: m.get("sampled_entropy", 1.0) < 0.01,
+        lambda m: m.get("sampled_entropy", 1.0) < 0.01 and m.get("accuracy", 0.0) < NEARLY_ALL,  # a right policy is also sure
         "entropy is {sampled_entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
         "optimiser.learning_rate, set kl.beta or entropy_bonus, or continue from an earlier step with `oncurve fork`",
         "Entropy collapses",
@@ -44,8 +47,9 @@ COLLAPSE_RULES = {
     ),
     "hard": CollapseRule(
         lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 1.0) <= 0.5,
-        "no group has a signal, and {accuracy:.0%} of completions are correct: all rewards of a group are equal. Use "
-        "easier prompts, a reward with partial credit, a larger group_size, or an sft stage first (oncurve probe)",
+        "no group has a signal, and {accuracy:.0%} of completions are correct: all rewards of a group are equal. Check with "
+        "`oncurve rewards try` that a right text is scored as right. If it is, use easier prompts, a reward with partial "
+        "credit, a larger group_size, or an sft stage first (oncurve probe)",
         "Groups have no signal",
     ),
     "length": CollapseRule(

@@ -276,7 +276,7 @@ def report(**metrics: float) -> StepReport:
     ("metrics", "words"),
     [
         ({"sampled_entropy": 0.001}, ["entropy is 0.001", "kl.beta", "oncurve fork"]),
-        ({"no_signal_share": 1.0}, ["0% of completions are correct", "easier prompts", "group_size"]),
+        ({"no_signal_share": 1.0}, ["0% of completions are correct", "rewards try", "easier prompts", "group_size"]),
         ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are correct", "harder ones", "rewards audit"]),
         ({"cut_share": 0.95}, ["95% of completions are truncated", "max_new_tokens"]),
     ],
@@ -291,6 +291,12 @@ def test_a_collapse_is_reported_once_with_what_to_change(metrics: dict[str, floa
     for _ in range(PATIENCE):
         assert watch.check(report()) == []
     assert [line for _ in range(PATIENCE) for line in watch.check(report(**metrics))], "once it had gone, it is told again"
+
+
+def test_a_policy_that_is_nearly_always_right_may_be_sure() -> None:
+    right = report(sampled_entropy=0.005, accuracy=0.95, no_signal_share=0.8)
+    watch = CollapseWatch()
+    assert [line for _ in range(2 * PATIENCE) for line in watch.check(right)] == []
 
 
 def test_equal_rewards_without_a_verifiable_reward_are_reported_without_mentioning_accuracy() -> None:
