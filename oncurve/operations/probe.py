@@ -324,7 +324,13 @@ def choose_temperature(current: float, measured: Sequence[AtTemperature], group_
     at_one = next(t for t in measured if t.temperature == 1.0)
     best = max((t for t in measured if t.is_as_good_as(at_one)), key=lambda t: t.signal)
     if best.signal < LITTLE_SIGNAL:
-        return Suggestion(key, current, None, "rewards of a group hardly differ at any temperature")
+        worse = max((t for t in measured if not t.is_as_good_as(at_one)), key=lambda t: t.signal, default=at_one)
+        if worse.signal < LITTLE_SIGNAL:
+            return Suggestion(key, current, None, "rewards of a group hardly differ at any temperature")
+        reason = (
+            f"rewards of a group hardly differ, and temperature {worse.temperature:g}, at which they do, makes answers worse"
+        )
+        return Suggestion(key, current, None, reason)
     if best.signal - at_one.signal < MIN_GAIN:
         return Suggestion(
             key,

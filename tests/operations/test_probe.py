@@ -74,6 +74,15 @@ def test_temperature_stays_1_unless_another_is_clearly_better_and_as_right() -> 
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, 0.1, 0.9, 0.0)], 8).chosen == 1.0
 
 
+def test_a_temperature_that_only_makes_answers_worse_is_not_called_one_without_signal() -> None:
+    cold, plain = AtTemperature(0.7, 1.0, 0.0, 0.0), AtTemperature(1.0, 0.98, 0.09, 0.0)
+    worse = choose_temperature(1.0, [cold, plain, AtTemperature(1.3, 0.84, 0.48, 0.0)], 4)
+    assert worse.chosen is None
+    assert worse.reason == "rewards of a group hardly differ, and temperature 1.3, at which they do, makes answers worse"
+    hopeless = choose_temperature(1.0, [cold, plain, AtTemperature(1.3, 0.84, 0.0, 0.0)], 4)
+    assert hopeless.reason == "rewards of a group hardly differ at any temperature"
+
+
 def test_without_a_verifiable_reward_a_temperature_must_not_cost_reward() -> None:
     cold, plain = AtTemperature(0.7, None, 0.4, 0.0, -1.0), AtTemperature(1.0, None, 0.6, 0.0, -1.5)
     assert choose_temperature(1.0, [cold, plain, AtTemperature(1.3, None, 0.8, 0.0, -1.4)], 8).chosen == 1.3
