@@ -33,8 +33,21 @@ def explain(key: str | None = None, extensions: Extensions | None = None) -> Ren
         return _section(key, section, list(section_keys(section, f"{key}.")))
     if key in extensions:
         return _section(key, extensions[key], list(section_keys(extensions[key], f"{set_key(key)}.")))
+    types = _types_with(key, extensions)
+    if types:
+        return Group(*(Padding(_key(entry, extensions), (0 if i == 0 else 1, 0, 0, 0)) for i, entry in enumerate(types)))
     entry = find_key(key, extensions)
     return _stages(entry) if entry.key == "stages" else _key(entry, extensions)
+
+
+def _types_with(key: str, extensions: Extensions) -> list[RecipeKey]:
+    """The options of task and reward types that `--set` spells like this, such as `task.file.prompt` for `task.prompt`; none if
+    the recipe itself has such a key."""
+    known = recipe_keys(extensions)
+    if any(entry.key == key for entry in known):
+        return []
+    inside = [entry for entry in known if any(entry.key.startswith(f"{name}.") for name in extensions)]
+    return [entry for entry in inside if set_key(entry.key) == key]
 
 
 def find_key(key: str, extensions: Extensions | None = None) -> RecipeKey:
@@ -43,7 +56,7 @@ def find_key(key: str, extensions: Extensions | None = None) -> RecipeKey:
     parts = key.split(".")
     if parts[0] in STAGE_CLASSES and len(parts) > 2 and parts[1] in ("task", "rewards"):
         parts = parts[1:]
-    for name in (key, ".".join(parts), ".".join([parts[0], *parts[2:]])):
+    for name in (key, ".".join(parts), ".".join([parts[0], *parts[2:]]) if len(parts) > 2 else key):
         if name in known:
             return known[name]
     same_end = sorted((name for name in known if name.endswith(f".{parts[-1]}")), key=lambda name: not name.startswith("grpo."))

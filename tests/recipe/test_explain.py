@@ -82,6 +82,7 @@ def test_without_a_key_the_complete_tree_is_shown() -> None:
         ("model.lora.dora", ["(DoRA, Liu et al. 2024); slower."]),
         ("task.arithmetic", ["Sums of made-up numbers.", "task.digits = 3  integer", "    Digits of each number."]),
         ("task.arithmetic.digits", ["More are harder.", "--set task.digits=3"]),
+        ("task.digits", ["task.arithmetic.digits", "More are harder."]),
         ("rewards.answer.take", ["--set rewards.NAME.take=boxed"]),
         ("task.type", ["task.arithmetic"]),
         ("sft.optimiser.learning_rate", ["0.001"]),
@@ -93,7 +94,12 @@ def test_a_key_in_full(key: str, words: list[str]) -> None:
 
 
 def test_an_unknown_key_points_at_a_known_one() -> None:
-    for key, words in [("grpo.group_siez", "grpo.group_size"), ("temperature", "temperature"), ("qqq", "lists every key")]:
+    for key, words in [
+        ("grpo.group_siez", "grpo.group_size"),
+        ("temperature", "temperature"),
+        ("task.hedlout", "task.heldout"),
+        ("qqq", "lists every key"),
+    ]:
         with pytest.raises(RecipeError) as caught:
             explain(key)
         assert words in caught.value.fix
