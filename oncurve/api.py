@@ -405,7 +405,8 @@ def _check_rows(name: str, rows: Any) -> None:
     if isinstance(rows, str):
         because, fix = "a text is one prompt, and this is a list of prompts", f"{name}=[{rows!r}]"
         if Path(rows).suffix in (".jsonl", ".json", ".parquet", ".csv"):
-            because, fix = "it is a list of prompts, not a file", 'use a recipe: task = { type = "file", path = "…" }'
+            because = f"{name} takes a list, not the name of a file"
+            fix = 'read the rows into a list of dicts, or use a recipe: task = { type = "file", path = "…" }'
     elif isinstance(rows, Mapping) and rows and all(hasattr(split, "features") for split in rows.values()):
         because = f"a DatasetDict has several splits: {', '.join(map(str, rows))}"
         fix = f"{name}=data[{next(iter(rows))!r}]"

@@ -251,7 +251,7 @@ def test_what_is_not_a_list_of_prompts_is_not_trained_on(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize(
-    ("row", "words"), [(3, "prompts[1]"), (None, "prompts[1]"), ({"answer": "7"}, "prompts[1]"), ([], "prompts[1]")]
+    ("row", "words"), [(3, "prompts[1]"), (None, "prompts[1]"), ({"answer": "7"}, "rename the column"), ([], "prompts[1]")]
 )
 def test_a_row_that_is_no_prompt_is_named(tmp_path: Path, row: Any, words: str) -> None:
     with pytest.raises(OncurveError) as raised:

@@ -45,7 +45,8 @@ class PromptList:
 
         def read(row: Mapping[str, Any], where: str, id: str) -> Prompt:
             own, row = _environment_of(row, environment, where) if isinstance(environment, Mapping) else (environment, row)
-            return RowReader(environment=own).read(row, where, id)
+            fix = 'rename the column: {"prompt": row["question"], **row}'
+            return RowReader(environment=own, missing_column_fix=fix).read(row, where, id)
 
         train = [read(row, f"{name}[{i}]", f"{name}/train/{i}") for i, row in enumerate(rows)]
         heldout_prompts = [read(_as_row(row), f"heldout[{i}]", f"{name}/heldout/{i}") for i, row in enumerate(heldout)]

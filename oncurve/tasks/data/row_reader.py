@@ -34,6 +34,7 @@ class RowReader:
     chat: bool = False
     system: str | None = None
     environment: Environment | StatefulEnvironment | None = None
+    missing_column_fix: str = "name the right columns in the task (prompt, prompt_template, difficulty), or fix the data"
 
     def read(self, row: Mapping[str, Any], where: str, id: str) -> Prompt:
         """The prompt of a row, with all of its columns for the rewards.
@@ -113,7 +114,7 @@ class RowReader:
                 where,
                 f"no column '{missing[0]}'",
                 because=f"the columns found there are: {', '.join(map(str, row)) or 'none'}",
-                fix="name the right columns in the task (prompt, prompt_template, difficulty), or fix the data",
+                fix=self.missing_column_fix,
             )
         content: object = row[self.prompt] if self.template is None else fill(self.template, row)
         if isinstance(content, str) and content:
