@@ -263,7 +263,8 @@ class Policy:
                 prompt.id,
                 "messages for a model without a chat template",
                 because="the tokenizer does not define how roles are written",
-                fix="use a chat model, or plain text: for a task's prompts --set task.chat=false, for a file by its columns",
+                fix="use a chat model (for the built-in one, --set model.tiny.chat=true), or plain text: for a task's prompts "
+                "--set task.chat=false, for a file by its columns",
             )
         messages = with_system_prompt(self, prompt.messages or ())
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.template_options}

@@ -154,7 +154,7 @@ def check_resumable(
             run.name,
             "already finished",
             because="all of its stages are complete",
-            fix=f"`oncurve fork {run.name} --step N` continues from a checkpoint",
+            fix=f"`oncurve fork {run.shown} --step N --set STAGE.steps=M` continues from step N, up to step M",
         )
     # If another machine was training the run, there is no process here to check: the lock on its database decides.
     if state.current_status == "running" and state.host == socket.gethostname():

@@ -115,6 +115,7 @@ def test_resume_with_nothing_to_resume(oncurve: Oncurve, recipe: Path, runs: Pat
     finished = oncurve("train", "--resume", runs / "small-1")
     assert finished.code == 2
     assert "already finished" in " ".join(finished.err.split())
+    assert "--set STAGE.steps=M" in " ".join(finished.err.split())
 
 
 def test_a_run_without_resume_is_not_a_recipe(oncurve: Oncurve, runs: Path) -> None:
