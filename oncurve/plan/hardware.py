@@ -158,8 +158,10 @@ def find_gpu(name: str) -> Gpu:
         raise RecipeError(
             "--gpu",
             name,
-            because=f"known GPUs are {', '.join(GPUS)}, and cpu",
-            fix=f"use {' or '.join(closest_names(name, GPUS, 2))}, or one with the same memory",
+            because="known GPUs are "
+            + ", ".join(f"{gpu.name} ({gpu.memory / GIB:.0f} GiB)" for gpu in GPUS.values())
+            + ", and cpu",
+            fix=f"use {' or '.join(closest_names(name, GPUS, 2))} if you mean it, else one with the memory of your GPU or less",
         )
     return gpu
 

@@ -207,6 +207,13 @@ def test_a_recipe_becomes_a_job() -> None:
     assert job_of_stage(recipe, sft, find_gpu("H200"), 8).algorithm == "sft"
 
 
+def test_an_unknown_gpu_is_refused_with_the_memory_of_the_known_ones() -> None:
+    with pytest.raises(RecipeError) as refused:
+        find_gpu("RTX3060")
+    assert "RTX4090 (24 GiB), RTX3090 (24 GiB), A10G (22 GiB), T4 (15 GiB)" in refused.value.because
+    assert refused.value.fix == "use RTX3090 or RTX4090 if you mean it, else one with the memory of your GPU or less"
+
+
 def test_pairs_are_two_sequences_and_simpo_has_no_reference() -> None:
     data = {"task": {"type": "arithmetic"}, "stages": [{"type": "dpo", "pairs": "pairs.jsonl", "batch_size": 4}]}
     planned = job_of_stage(parse_recipe(data), parse_recipe(data).stages[0], GPUS["H200"], 50)
