@@ -316,7 +316,7 @@ def export(
         output(Text(f"  llama-cli -m {folder}\n  ollama create {source.run.name} -f {modelfile}"))
         return
     run_model.export(source, folder)
-    output(Text(f"{folder}: {source.name}, loads with AutoModelForCausalLM.from_pretrained"))
+    output(Text(f"{folder}: the model of {source.name}, for AutoModelForCausalLM.from_pretrained"))
 
 
 def probe(

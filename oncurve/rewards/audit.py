@@ -127,7 +127,7 @@ def _constant(history: History) -> list[AuditFinding]:
         scored = [s for s in history.completions if any(a.name == name and a.weight != 0 for a in s.scored.aspects)]
         values = {value for s in scored if (value := _aspect(s, name)) is not None}
         if len(scored) >= MIN_CONSTANT and len(values) == 1:
-            what = f"'{name}' gave all {len(scored)} completions the score {values.pop():g}, so it adds no signal"
+            what = f"'{name}' gave all {len(scored)} audited completions the score {values.pop():g}, so it adds no signal"
             findings.append(AuditFinding("constant reward", what, tuple(scored[:MAX_EXAMPLES])))
     return findings
 

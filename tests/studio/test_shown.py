@@ -252,7 +252,7 @@ def test_the_audit_finds_constant_and_failing_rewards(tmp_path: Path, browser: B
     with served(tmp_path) as here, a_page(browser, f"{here.address}/#/rewards/run") as watched:
         audit = watched.page.get_by_role("region", name="Audit")
         expect(audit).to_contain_text("'answer' failed on 8 of 32 completions (25.0%)")
-        expect(audit).to_contain_text("'answer' gave all 32 completions the score 0")
+        expect(audit).to_contain_text("'answer' gave all 32 audited completions the score 0")
         expect(audit).not_to_contain_text("No suspicious pattern")
 
 
