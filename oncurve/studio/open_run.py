@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def find_run(runs_dir: Path, name: str) -> RunFolder:
     """The run of that name. Only folders directly in ``runs_dir`` count: a name is never a path."""
     is_name = name not in ("", ".", "..") and not name.startswith(".") and not any(c in name for c in "/\\\0")
-    if not is_name or not (runs_dir / name).is_dir():
+    if not is_name or not os.path.isdir(runs_dir / name):  # False also for a name that is too long for the file system
         raise RunError(name, "no such run", because=f"{runs_dir} has no folder of that name", fix="choose one from the list")
     return RunFolder.open(runs_dir / name, runs_dir)
 

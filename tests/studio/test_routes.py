@@ -57,7 +57,9 @@ def test_a_broken_run_is_reported_and_the_server_continues(studio: Served, name:
     assert studio.ask("/api/runs").status == 200
 
 
-@pytest.mark.parametrize("name", ["..", "../runs", "/etc", ".", "%00", "sums-1/..", "nope", "....//", "C:\\", ".hidden"])
+@pytest.mark.parametrize(
+    "name", ["..", "../runs", "/etc", ".", "%00", "sums-1/..", "nope", "....//", "C:\\", ".hidden", "x" * 300]
+)
 def test_a_name_is_never_a_path(studio: Served, name: str) -> None:
     (studio.runs_dir.parent / "outside").mkdir(exist_ok=True)
     assert studio.ask(f"/api/runs/{quote(name, safe='%')}/recipe").status == 404
