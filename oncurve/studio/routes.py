@@ -14,7 +14,6 @@ from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from oncurve import __version__, trust
 from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
-from oncurve.rewards.registry import REWARDS
 from oncurve.runs import feedback
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
@@ -252,22 +251,6 @@ def _reasons(store: StudioQueries, since: int, aspect: str, weight: float) -> li
 @api.get("/runs/{name}/audit")
 def run_audit(request: Request, name: str) -> dict[str, Any]:
     return rewards.audit_data(_run(request, name))
-
-
-@api.get("/rewards")
-def reward_types() -> dict[str, Any]:
-    """The built-in rewards that a page may use, with their options."""
-    return {
-        name: {
-            "says": (kind.options.__doc__ or "").strip(),
-            "options": [
-                {"name": key, "says": field.description or "", "default": None if field.is_required() else field.default}
-                for key, field in kind.options.model_fields.items()
-            ],
-        }
-        for name, kind in REWARDS.built_in.items()
-        if name not in ("python", "judge")
-    }
 
 
 @api.post("/trial")
