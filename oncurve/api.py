@@ -63,7 +63,7 @@ ModelLike = Any
 """`"tiny"`, a folder, a hub id, a GGUF file, or a pair (model, tokenizer) of transformers' objects."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Run:
     """A run on disk, while it trains or afterwards.
 
@@ -84,6 +84,9 @@ class Run:
         Example: Run.open("arithmetic-1"), Run.open("/data/runs/arithmetic-1")
         """
         return cls(RunFolder.open(name_or_path, Path(runs_dir)))
+
+    def __repr__(self) -> str:
+        return f"<Run {self.path}: {self.status}>"
 
     @property
     def path(self) -> Path:

@@ -187,6 +187,7 @@ def test_a_stopped_run_resumes_with_the_same_objects(tmp_path: Path) -> None:
         train(tmp_path / "stopped", rewards=[stops])
     run = oncurve.Run.open("run-1", tmp_path / "stopped")
     assert run.status == "interrupted"
+    assert repr(run) == f"<Run {run.path}: interrupted>"
     with pytest.raises(RecipeError, match="keeps its recipe"):
         train(tmp_path / "stopped", resume=run)
     same: dict[str, Any] = {
