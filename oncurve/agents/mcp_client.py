@@ -64,6 +64,8 @@ class McpServer:
         while True:
             page = self.request("tools/list", cursor, START_S)
             tools += page["tools"]
+            if not all(isinstance(tool, dict) and isinstance(tool.get("name"), str) for tool in tools):
+                raise McpError("a tool is not an object with a name")
             if not page.get("nextCursor"):
                 return tools
             cursor = {"cursor": page["nextCursor"]}
@@ -71,7 +73,10 @@ class McpServer:
     def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """A tool's result as text."""
         result = self.request("tools/call", {"name": name, "arguments": dict(arguments)})
-        parts = [part.get("text", f"[{part.get('type')}]") for part in result.get("content", ())]
+        content = result.get("content", [])
+        if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+            raise McpError("the result's content is not a list of objects")
+        parts = [part.get("text", f"[{part.get('type')}]") for part in content]
         text = "\n".join(map(str, parts))
         if result.get("isError"):
             raise McpError(text)
@@ -130,14 +135,17 @@ class McpServer:
                 with contextlib.suppress(OSError):
                     self._send({"id": message["id"], **({"result": {}} if known else refusal)})
             return
-        answer = self._waiting.get(message.get("id", 0))
+        number, result = message.get("id"), message.get("result") or {}
+        answer = self._waiting.get(number) if isinstance(number, int) else None
         if answer is None or answer.done():
             return
         if "error" in message:
             error = message["error"]
             answer.set_exception(McpError(str(error.get("message", error) if isinstance(error, dict) else error)))
+        elif not isinstance(result, dict):
+            answer.set_exception(McpError("the result is not an object"))
         else:
-            answer.set_result(message.get("result") or {})
+            answer.set_result(result)
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
@@ -174,7 +182,7 @@ def mcp_tools(command: str, where: str) -> list[Tool]:
         if not shlex.split(command):
             raise ValueError("it names no program")
         listed = _server(command, folder).tools()
-    except (OSError, ValueError, KeyError, McpError) as error:
+    except (OSError, ValueError, KeyError, TypeError, McpError) as error:
         raise RecipeError(
             where,
             f"{command!r} is not a usable MCP server",

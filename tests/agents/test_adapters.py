@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from oncurve.agents.mcp_client import _holder, _server
+from oncurve.agents.mcp_client import McpError, _holder, _server, mcp_tools
 from oncurve.agents.tool_environment import ToolEnvironment
 from oncurve.errors import MissingPackage, RecipeError
 from oncurve.recipe.load import parse_recipe
@@ -141,6 +141,32 @@ def recipe(folder: Path, reward: dict[str, Any], **task: Any) -> Any:
             "stages": [stage],
         }
     )
+
+
+MALFORMED = """\
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if "id" in message:
+        result = {"tools/list": TOOLS, "tools/call": CALL}.get(message["method"], {})
+        print('{"id": [1]}')
+        print(json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": result}), flush=True)
+"""
+
+
+@pytest.mark.parametrize("tools", ["[1]", '{"tools": None}', '{"tools": [1]}', '{"tools": [{"name": None}]}'])
+def test_a_server_that_breaks_the_protocol_is_refused(tmp_path: Path, tools: str) -> None:
+    (tmp_path / "server.py").write_text(MALFORMED.replace("TOOLS", tools).replace("CALL", "{}"))
+    with pytest.raises(RecipeError, match="not a usable MCP server"):
+        mcp_tools(f"{sys.executable} {tmp_path}/server.py", "task.tools.0.mcp")
+
+
+@pytest.mark.parametrize("call", ['"text"', '{"content": None}', '{"content": ["text"]}'])
+def test_a_result_that_breaks_the_protocol_is_an_error_of_the_call(tmp_path: Path, call: str) -> None:
+    (tmp_path / "server.py").write_text(MALFORMED.replace("TOOLS", '{"tools": [{"name": "f"}]}').replace("CALL", call))
+    (tool,) = mcp_tools(f"{sys.executable} {tmp_path}/server.py", "task.tools.0.mcp")
+    with pytest.raises(McpError, match="the result"):
+        tool.function()
 
 
 def test_a_run_with_an_mcp_server(command: str, tmp_path: Path) -> None:
