@@ -70,9 +70,16 @@ class EpisodeCall:
             self.prompt = Prompt("messages", messages=messages, columns=columns, environment=environment)
             if body.tools:
                 raise ApiError(400, "tools: this server runs the model's own tools (--tools): leave them out", "tools")
-            if body.response_format is not None and body.response_format.json_schema is not None:
-                message = "json_schema: with it the model could not call its tools (--tools); leave it out"
+            if body.response_format is not None and body.response_format.schema_to_follow is not None:
+                message = f"{body.response_format.type}: with it the model could not call its tools (--tools); leave it out"
                 raise ApiError(400, message, "response_format")
+            if not body.allows_several_calls:
+                message = "parallel_tool_calls: this server runs all calls of a turn, as in training (--tools); leave it out"
+                raise ApiError(400, message, "parallel_tool_calls")
+            if body.tool_choice == "none":
+                raise ApiError(
+                    400, "tool_choice: this server runs the model's own tools (--tools); leave it out", "tool_choice"
+                )
         else:
             if len(body.prompts) > 1 or not isinstance(body.prompts[0], str):
                 raise ApiError(400, "prompt: with an environment (--tools) a request has one prompt, as text", "prompt")

@@ -163,6 +163,9 @@ def test_what_a_server_with_tools_refuses(served: Endpoint) -> None:
         ({"extra_body": {}}, "first missing"),
         ({"tools": [tool]}, "runs the model's own tools"),
         ({"max_tokens": 300}, "at most 200"),
+        ({"response_format": {"type": "json_object"}}, "json_object: with it the model could not call its tools"),
+        ({"parallel_tool_calls": False}, "runs all calls of a turn"),
+        ({"tool_choice": "none"}, "tool_choice: this server runs the model's own tools"),
     ):
         with pytest.raises(openai.BadRequestError, match=words):
             ask(served, **options)
