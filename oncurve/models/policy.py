@@ -33,8 +33,8 @@ from oncurve.models.heads.lm_head import (
 from oncurve.models.llama.block_description import DecoderDescription, describe
 from oncurve.models.llama.c_backbone import can_run_c
 from oncurve.models.llama.fused import FusedBackbone, FusedWeights
-from oncurve.models.packing import Pack, PrefixGroup, build_pack, dummy_pack, predicting_states
-from oncurve.models.self_check import FAILURES, SelfCheck, check_policy
+from oncurve.models.packing import Pack, dummy_pack, predicting_states
+from oncurve.models.self_check import FAILURES, SelfCheck, check_policy, has_same_states
 from oncurve.records import Ints, Prompt, is_text
 
 CHECK = "oncurve_check"
@@ -393,12 +393,7 @@ def _build_fast_backbone(policy: Policy, description: DecoderDescription, compil
         fast.uses_c = compiled and can_run_c(model, fast)
     if fast is None:
         return None
-    ids = np.arange(7, dtype=np.int64) % model.config.vocab_size
-    pack = build_pack([PrefixGroup(ids, (ids[:3],), (0,))], policy.device)
-    theirs = policy.hidden(pack.input_ids, pack.position_ids, pack.attention)
-    ours = fast.hidden(pack.input_ids, pack.position_ids, pack.attention)
-    tolerance = 1e-4 if theirs.dtype == torch.float32 else 5e-2
-    if torch.allclose(theirs.float(), ours.float(), rtol=1e-3, atol=tolerance * float(theirs.abs().max())):
+    if has_same_states(policy, fast.hidden):
         return fast
     policy.module_reason = "the fast path differs from them on a few tokens"
     return None

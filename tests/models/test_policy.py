@@ -29,6 +29,7 @@ from oncurve.models.loading.load import TAGS, build_model, build_tokenizer, choo
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
+from oncurve.models.self_check import has_same_states
 from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Prompt
@@ -292,3 +293,33 @@ def test_the_reference_changes_only_when_refreshed() -> None:
     reference.load_state(state)
     assert torch.equal(reference.logps(pack, 1.0), start)
     assert torch.equal(policy.pack_logps(pack)[0].detach(), moved), "the policy's own weights are not the reference's"
+
+
+def sharp(seed: int, factor: float = 8.0) -> Policy:
+    """A policy in bfloat16 whose attention prefers one token to all others, and whose states have one very large element."""
+    model, generator = tiny_model("qwen2"), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5)
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(factor)
+        model.model.norm.weight[0] = 200.0
+    return Policy(model.bfloat16(), tokenizer())
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_tokens_that_rounding_changes_completely_do_not_cost_the_fast_path(seed: int) -> None:
+    """As in a pretrained model: in 16 bits rounding decides which token attracts a few others."""
+    policy = sharp(seed)
+    assert policy.fast_backbone is not None, policy.module_reason
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.1])
+def test_a_fast_path_with_a_slightly_wrong_scale_is_noticed_in_16_bits(factor: float) -> None:
+    policy = sharp(1, factor=4.0)
+    fast, policy.fast_backbone = policy.fast_backbone, None
+    assert fast is not None
+    assert has_same_states(policy, fast.hidden)
+    fast.scale *= factor
+    assert not has_same_states(policy, fast.hidden)
