@@ -11,6 +11,7 @@ import torch
 
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.models.llama import c_backbone
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine, Sampling
@@ -72,6 +73,29 @@ def test_the_same_gradient_from_packs_of_half_the_size(
     refused = gpu.refused
     small.update(groups)
     assert gpu.refused == refused
+
+
+def test_a_pack_that_does_not_fit_a_cpu_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before Linux kills the process: a pretrained model's activations of one large pack are larger than most memories."""
+    rng = np.random.default_rng(0)
+    groups = [graded_group(rng, 6, [9, 7, 8, 5], name=str(i)) for i in range(4)]
+    monkeypatch.setattr(c_backbone, "_FREE", [])
+    full, small = (Learner(policy(), grpo_learner_settings(stage())) for _ in range(2))
+    assert full.policy.uses_c
+    full.update(groups)
+    needed = c_backbone._FREE.pop().nbytes
+    monkeypatch.setattr(c_backbone, "free_memory", lambda: needed // 2)
+    with collect_notes() as notes:
+        small.update(groups)
+    assert "out of memory (a pack's activations need" in notes[0].message
+    assert apart(gradient(small.policy.model), gradient(full.policy.model)) < 1e-5
+
+
+def test_torchs_allocator_for_cpus_is_understood() -> None:
+    def attempt(budget: int) -> int:
+        return len(torch.empty(1 << 50 if budget > 4 else 1))
+
+    assert retry_on_oom(attempt, 16, min_budget=1, name="tokens_per_pack") == (1, 4)
 
 
 def test_a_complete_run_continues_with_the_same_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

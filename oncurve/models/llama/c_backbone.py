@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from oncurve.models.device_memory import free_memory
 from oncurve.models.llama.c_build import LANES, address_of, load_library, pack_weight, run_in_threads
 from oncurve.models.lora import Adapter
 
@@ -60,8 +61,15 @@ _FREE: list[Tensor] = []
 
 
 def _take_memory(size: int) -> Tensor:
+    """Memory for ``size`` numbers. Linux would hand out more than there is, and kill the process when it is written to."""
     memory = _FREE.pop() if _FREE else torch.empty(0)
-    return memory if len(memory) >= size else torch.empty(size)
+    if len(memory) >= size:
+        return memory
+    del memory
+    free = free_memory()
+    if size * torch.float32.itemsize > free:
+        raise torch.OutOfMemoryError(f"a pack's activations need {size * torch.float32.itemsize:,} bytes, {free:,} are free")
+    return torch.empty(size)
 
 
 class CBackbonePass:

@@ -34,7 +34,9 @@ def retry_on_oom(attempt: Callable[[int], T], budget: int, *, min_budget: int, n
     while True:
         try:
             return attempt(budget), budget
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if not _is_out_of_memory(error):
+                raise
             message = str(error).partition("\n")[0][:160]
         # Outside of the handler: the exception refers to the attempt's frames, which keep its tensors alive.
         if budget <= min_budget:
@@ -42,12 +44,17 @@ def retry_on_oom(attempt: Callable[[int], T], budget: int, *, min_budget: int, n
                 name,
                 f"out of memory at {budget}",
                 because=message,
-                fix="use a smaller model or shorter completions (sampling.max_new_tokens), or free the GPU; "
+                fix="use a smaller model or shorter completions (sampling.max_new_tokens), or free memory; "
                 + troubleshooting("Out of memory"),
             )
         budget = max(budget // 2, min_budget)
         release_memory()
         note("memory", f"out of memory ({message}); retrying with {name} = {budget}")
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    """torch's allocator for CPUs raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 class PackedStage:
