@@ -43,7 +43,7 @@ ROUNDINGS = 4.0
 LEAST_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-8}
 """In nats: a recurrence in chunks and one token by token differ by about 1e-5 in float32."""
 LEAST_TOLERANCE_16BIT = 1e-2
-STATE_ROUNDINGS = 1.6
+STATE_ROUNDINGS = 1.8
 """The same for hidden states. The fast paths are off by 0.7 to 1.2 times as much with the weights of two pretrained models in
 bfloat16; if the scale of attention is wrong by a tenth, they are off by 2.2 to 2.9 times as much."""
 LEAST_STATE_TOLERANCE = {torch.float32: 2e-5, torch.float64: 2e-5}
