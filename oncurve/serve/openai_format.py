@@ -44,6 +44,13 @@ def error_text(error: OncurveError) -> str:
     return f"{error.what}, because {error.because}; {error.fix}"
 
 
+OTHER_APIS = {
+    "responses": "Responses API here: use /v1/chat/completions (in openai-agents: set_default_openai_api('chat_completions'))",
+    "messages": "Messages API here: use /v1/chat/completions, with a client of OpenAI's API",
+}
+"""Addresses that some clients call by default: what is not here, and what to do."""
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Answers every failure of a request in OpenAI's format."""
 
@@ -55,9 +62,10 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return error_response(400, *_message_and_key(error.errors()))
 
-    async def on_http_error(_: Request, error: Exception) -> JSONResponse:
+    async def on_http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        return error_response(error.status_code, str(error.detail))
+        apis = [api for part, api in OTHER_APIS.items() if part in request.url.path.split("/")]
+        return error_response(error.status_code, f"there is no {apis[0]}" if apis else str(error.detail))
 
     async def on_oncurve_error(_: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, OncurveError)

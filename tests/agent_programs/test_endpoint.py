@@ -363,9 +363,14 @@ def test_refused_calls_say_why_and_are_remembered(served: Agents) -> None:
     with pytest.raises(openai.NotFoundError, match=r'no model .gpt-4o. here.*task\.model_name = "gpt-4o"'):
         client.chat.completions.create(model="gpt-4o", **chat)
     assert "gpt-4o" in (rollout.refusal or "")
+    with pytest.raises(openai.NotFoundError, match=r"no Responses API here: use /v1/chat/completions.*set_default_openai_api"):
+        client.responses.create(model="policy", input="1+2?")
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}
+    with pytest.raises(openai.BadRequestError, match="json_schema: the model has to be trained on unconstrained samples"):
+        client.chat.completions.create(model="policy", response_format=schema, **chat)
     with pytest.raises(openai.BadRequestError, match="one completion for each call"):
         client.chat.completions.create(model="policy", n=2, **chat)
-    with pytest.raises(openai.BadRequestError, match="has 512 positions"):
+    with pytest.raises(openai.BadRequestError, match="context has 512 positions"):
         client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "x" * 600}])
     with pytest.raises(openai.AuthenticationError):
         served.client(rollout, key=served.rollout().api_key).chat.completions.create(model="policy", **chat)

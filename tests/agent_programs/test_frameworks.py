@@ -22,9 +22,9 @@ from tests.agent_programs.taught import Agents, agents
 PACKAGES = ("openai-agents==0.24.0", "langgraph==1.2.20", "langchain-openai==1.7.3")
 OPENAI_AGENTS = '''
 import asyncio, json, os, sys
-from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-from openai import AsyncOpenAI
+from agents import Agent, Runner, function_tool, set_default_openai_api, set_tracing_disabled
 
+set_default_openai_api("chat_completions")
 set_tracing_disabled(True)
 
 @function_tool
@@ -34,8 +34,7 @@ def add(a: int, b: int) -> str:
 
 async def main():
     row = json.load(sys.stdin)
-    model = OpenAIChatCompletionsModel(model=os.environ["OPENAI_MODEL"], openai_client=AsyncOpenAI())
-    agent = Agent(name="adder", model=model, tools=[add])
+    agent = Agent(name="adder", model=os.environ["OPENAI_MODEL"], tools=[add])
     if row["stream"]:
         result = Runner.run_streamed(agent, row["question"])
         async for _ in result.stream_events():

@@ -322,7 +322,13 @@ def test_other_refused_requests(served: Endpoint, client: openai.OpenAI) -> None
             urllib.request.urlopen(request, timeout=120)
         assert caught.value.code == 400
         assert "half of a character" in json.loads(caught.value.read())["error"]["message"]
-    for path, body, status in (("/v1/completions", b"{", 400), ("/nothing", b"{}", 404), ("/v1/models", b"{}", 405)):
+    for path, body, status in (
+        ("/v1/completions", b"{", 400),
+        ("/nothing", b"{}", 404),
+        ("/v1/models", b"{}", 405),
+        ("/v1/responses", b"{}", 404),
+        ("/v1/messages/count_tokens", b"{}", 404),
+    ):
         request = urllib.request.Request(served.address + path, body, {"content-type": "application/json"})
         with pytest.raises(urllib.error.HTTPError) as caught:
             urllib.request.urlopen(request, timeout=120)
@@ -330,6 +336,7 @@ def test_other_refused_requests(served: Endpoint, client: openai.OpenAI) -> None
         error = json.loads(caught.value.read())["error"]
         assert error["param"] is None
         assert error["message"].startswith("the body is not JSON: ") == (body == b"{")
+        assert ("use /v1/chat/completions" in error["message"]) == ("responses" in path or "messages" in path)
 
 
 def test_a_model_without_a_chat_template_says_so() -> None:
