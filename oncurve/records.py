@@ -24,6 +24,7 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 if TYPE_CHECKING:  # lists of runs need no arrays, and numpy takes a tenth of a second to import
@@ -73,8 +74,8 @@ Reply: TypeAlias = "str | tuple[Message, ...] | Ints"
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """A tool call that the policy wrote, and its result. If it failed, ``failure`` says how and ``result`` is what the policy
-    reads instead. ``arguments`` is a text if it could not be parsed. ``value`` is a result that is a list, as JSON stores it:
-    reward functions get it instead of its text, as in TRL.
+    reads instead. ``arguments`` is a text if it could not be parsed. ``seconds`` is None if an agent program ran the tool.
+    ``value`` is a result that is a list, as JSON stores it: reward functions get it instead of its text, as in TRL.
 
     Example: ``ToolCall("search", {"query": "tea"}, "3 kinds of tea", seconds=0.2)``
     """
@@ -83,7 +84,7 @@ class ToolCall:
     arguments: Mapping[str, Any] | str
     result: str
     failure: str | None = None
-    seconds: float = 0.0
+    seconds: float | None = 0.0
     value: list[Any] | None = None
 
 
@@ -137,8 +138,8 @@ class EpisodeRecord:
             if isinstance(observation.reply, str):
                 messages.append({"role": "user", "content": observation.reply})
             elif isinstance(observation.reply, tuple):
-                values = [call.value for call in observation.calls] or [None] * len(observation.reply)
-                for reply, value in zip(observation.reply, values, strict=True):
+                values = chain((call.value for call in observation.calls), repeat(None))  # an agent says more than results
+                for reply, value in zip(observation.reply, values, strict=False):
                     messages.append(reply if value is None else {**reply, "content": value})
         return messages
 

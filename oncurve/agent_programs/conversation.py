@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -19,7 +19,19 @@ from typing import Any
 import numpy as np
 
 from oncurve.engines.native.session import SampledToken
-from oncurve.records import Completion, EpisodeRecord, Floats, Group, Ints, Message, Observation, Outcome, Prompt, StopReason
+from oncurve.records import (
+    Completion,
+    EpisodeRecord,
+    Floats,
+    Group,
+    Ints,
+    Message,
+    Observation,
+    Outcome,
+    Prompt,
+    StopReason,
+    ToolCall,
+)
 from oncurve.runs.database import row_codec
 from oncurve.strict_json import parse_json
 
@@ -39,7 +51,8 @@ class RolloutSequence:
     ended: int = 0
     is_busy: bool = False
     is_full: bool = False
-    """Whether it has reached the stage's length limit, and not only that of a call."""
+    """Whether its last turn was as long as it could be: up to the stage's limit or the end of the context, and not only up to
+    the limit of the call."""
     prompt_lengths: list[int] = field(default_factory=list)
     """How many tokens came before each turn, its context included."""
     token_ids: list[int] = field(default_factory=list)
@@ -76,8 +89,8 @@ class RolloutSequence:
         ids = np.asarray(self.token_ids, np.int64)
         return ids[:-1] if self.stop == "end" else ids
 
-    def add_turn(self, reply_ids: Sequence[int], tokens: Sequence[SampledToken], limit: int) -> None:
-        """What the agent said, and the policy's turn that followed. ``limit`` is the stage's length limit of a sequence."""
+    def add_turn(self, reply_ids: Sequence[int], tokens: Sequence[SampledToken], room: int) -> None:
+        """What the agent said, and the policy's turn that followed, which had room for so many tokens."""
         self.token_ids += reply_ids
         self.logps += [(0.0, 0.0, 0.0)] * len(reply_ids)
         first = len(self.token_ids)
@@ -87,7 +100,7 @@ class RolloutSequence:
         last_stop = tokens[-1].stop
         assert last_stop is not None, "a turn has ended"
         self.stops.append(last_stop)
-        self.is_full = len(self.token_ids) >= limit
+        self.is_full = len(tokens) >= room
 
     @property
     def order(self) -> tuple[int, list[int], list[int]]:
@@ -192,16 +205,41 @@ def to_completion(sequences: Sequence[RolloutSequence], text: str, outcome: Outc
         loss_mask=mask,
         contexts=tuple((start, sequence.context_ids) for start, sequence in zip(starts, ordered, strict=True)),
         episode=EpisodeRecord(
-            tuple(turn for start, sequence in zip(starts, ordered, strict=True) for turn in _turns(sequence, start)), outcome
+            tuple(turn for start, sequence in zip(starts, ordered, strict=True) for turn in _turns(sequence, start, ordered)),
+            outcome,
         ),
     )
 
 
-def _turns(sequence: RolloutSequence, start: int) -> Iterator[tuple[int, int, Observation]]:
-    """Each turn of a sequence with what the agent said to it."""
+def _turns(
+    sequence: RolloutSequence, start: int, sequences: Sequence[RolloutSequence]
+) -> Iterator[tuple[int, int, Observation]]:
+    """Each turn of a sequence with what the agent said to it. ``sequences`` are all of the rollout."""
     answers = [*sequence.said[1:], None]
-    for (first, end), message, answer in zip(sequence.turns, sequence.replies, answers, strict=True):
-        yield start + first, start + end, Observation(answer, message)
+    for turn, ((first, end), message, answer) in enumerate(zip(sequence.turns, sequence.replies, answers, strict=True)):
+        calls = _tool_calls(sequence, turn, message, [sequence, *sequences]) if "tool_calls" in message else ()
+        yield start + first, start + end, Observation(answer, message, calls)
+
+
+def _tool_calls(
+    sequence: RolloutSequence, turn: int, message: Message, sequences: Sequence[RolloutSequence]
+) -> tuple[ToolCall, ...]:
+    """The tool calls of a turn. Their results are the tool messages that follow it, in its own sequence or in another one that
+    continues the conversation. A call whose result the agent did not send has an empty one; whether it failed is not known."""
+    length, results = sequence.lengths[turn], dict[str, str]()
+    before = (sequence.messages or ())[:length]
+    for other in sequences:
+        messages = other.messages or ()
+        if not results and messages[:length] == before:
+            said = takewhile(lambda message: message["role"] == "tool", messages[length:])
+            results = {str(result.get("tool_call_id")): result["content"] for result in said}
+    return tuple(_tool_call(call, results.get(call["id"], "")) for call in message["tool_calls"])
+
+
+def _tool_call(call: Mapping[str, Any], result: str) -> ToolCall:
+    name, written = call["function"]["name"], call["function"]["arguments"]
+    arguments = _parsed(written)
+    return ToolCall(name, arguments if isinstance(arguments, dict) else written, result, seconds=None)
 
 
 def _shared(column: int, table: Floats) -> Floats:

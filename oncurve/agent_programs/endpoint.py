@@ -122,7 +122,7 @@ class AgentRollout:
                 sequence = RolloutSequence(turn.context_ids, None, turn.tools, "")
                 self.sequences.append(sequence)
             sequence.prompt_lengths = [*(turn.request.parts or ()), len(turn.context_ids)]
-            sequence.add_turn(turn.reply_ids, tokens, self.sampling.max_new_tokens)
+            sequence.add_turn(turn.reply_ids, tokens, turn.room)
             if turn.messages is not None:
                 sequence.messages = (*turn.messages, ChatMessage.model_validate(message).for_template())
             if sequence.messages is None and not turn.text.startswith(sequence.text):  # tokens that decode to another text
@@ -140,11 +140,13 @@ def _plain_message(text: str, token_ids: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class PlannedTurn:
-    """What a call asks for: the sequence that it continues with ``reply_ids``, or a new one after ``context_ids``."""
+    """What a call asks for: the sequence that it continues with ``reply_ids``, or a new one after ``context_ids``. ``room`` is
+    how many tokens it could have by the stage's limit and the context."""
 
     sequence: RolloutSequence | None
     context_ids: Ints
     reply_ids: list[int]
+    room: int
     request: SampleRequest
     messages: tuple[Message, ...] | None
     new_messages: tuple[Message, ...]
@@ -376,16 +378,16 @@ def _plan(
     """A turn after ``known_ids`` and ``reply_ids``. If it continues no sequence, they are the context of a new one. A sequence
     that has reached its length limit is not continued. ``parts`` are the lengths of earlier contexts that it continues."""
     context_ids = np.concatenate((known_ids, np.asarray(reply_ids, np.int64)))
-    limit, policy = rollout.sampling.max_new_tokens, rollout.served.policy
+    limit, policy, context = rollout.sampling.max_new_tokens, rollout.served.policy, rollout.served.engine.session.context
     room = 0 if sequence is None else limit - len(sequence.token_ids) - len(reply_ids)
     if sequence is not None and room < 1:
         sequence.is_busy = False
         sequence = None
-    room = min(limit if sequence is None else room, rollout.served.engine.session.context - len(context_ids))
+    room = min(limit if sequence is None else room, context - len(context_ids))
     if room < 1:
         raise ApiError(
             400,
-            f"a conversation of {len(context_ids)} tokens: the model has {policy.max_positions} positions",
+            f"a conversation of {len(context_ids)} tokens: the sampler's context has {context} positions",
             "messages" if messages is not None else "prompt",
             "context_length_exceeded",
         )
@@ -395,7 +397,7 @@ def _plan(
         to_message = MessageReader(policy, context_ids, tool_schemas, len(messages or ()), body.allows_several_calls)
     request = rollout.request_for(context_ids, parts, min(room, body.limit or room), stop, body.top)
     added_ids = [] if sequence is None else reply_ids
-    return PlannedTurn(sequence, context_ids, added_ids, request, messages, new_messages, tools, text, to_message)
+    return PlannedTurn(sequence, context_ids, added_ids, room, request, messages, new_messages, tools, text, to_message)
 
 
 async def _respond(

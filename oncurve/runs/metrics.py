@@ -59,7 +59,8 @@ _TABLE = (
     Metric(
         "tool_failure_share",
         "share",
-        "Share of tool calls that failed: not parseable, an unknown tool, wrong arguments, an exception or a time limit.",
+        "Share of tool calls that failed: not parseable, an unknown tool, wrong arguments, an exception or a time limit (not "
+        "recorded for agent programs, which run their tools themselves).",
         "falls towards 0",
     ),
     Metric(

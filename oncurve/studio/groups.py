@@ -21,7 +21,18 @@ from oncurve.errors import OncurveError, RunError
 from oncurve.objective_specs import AdvantageScale, Baseline
 from oncurve.recipe.defaults import advantage_settings, kl_settings
 from oncurve.recipe.schema.stages import Grpo, Ppo, Trpo
-from oncurve.records import Aspect, Completion, EpisodeRecord, Floats, Prompt, ScoredCompletion, TokenStats, ToolCall
+from oncurve.records import (
+    Aspect,
+    Completion,
+    EpisodeRecord,
+    Floats,
+    Observation,
+    Prompt,
+    ScoredCompletion,
+    TokenStats,
+    ToolCall,
+    message_text,
+)
 from oncurve.runs.database import row_codec
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
@@ -146,7 +157,7 @@ def _episode(episode: EpisodeRecord) -> dict[str, Any]:
             "start": start,
             "end": end,
             "calls": [_call(call) for call in observation.calls],
-            "reply": json_text(observation.reply) if isinstance(observation.reply, str) else None,
+            "reply": _reply(observation),
             "reward": finite(observation.reward),
             "failure": None if observation.failure is None else json_text(observation.failure),
         }
@@ -154,6 +165,15 @@ def _episode(episode: EpisodeRecord) -> dict[str, Any]:
     ]
     outcome = episode.outcome
     return {"turns": turns, "reward": finite(outcome.reward), "failure": outcome.failure and json_text(outcome.failure)}
+
+
+def _reply(observation: Observation) -> str | None:
+    """What was said to a turn, without the results of its tool calls."""
+    reply = observation.reply
+    if isinstance(reply, tuple):
+        said = [message for message in reply if message["role"] != "tool" or not observation.calls]
+        reply = "\n".join(f"{message['role']}: {message_text(message)}" for message in said) or None
+    return json_text(reply)[:EPISODE_TEXT] if isinstance(reply, str) else None
 
 
 def _call(call: ToolCall) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from oncurve.agent_programs.conversation import RolloutSequence, build_group, ro
 from oncurve.agent_programs.endpoint import AgentRollout
 from oncurve.engines.native.session import SampledToken
 from oncurve.models.packing import PrefixGroup, build_pack
-from oncurve.records import AgentProgram, Completion, Outcome, Prompt
+from oncurve.records import AgentProgram, Completion, Outcome, Prompt, ToolCall
 from tests.agent_programs.taught import ADD, CALL, QUESTION, TEMPLATE, Agents, agents, run_tool, taught_policy
 from tests.runs.samples import same
 
@@ -91,6 +91,35 @@ def test_calls_that_extend_each_other_are_one_sequence_with_the_tokens_that_were
     turns = completion.episode.turns
     assert [(o.message or {}).get("content") for _, _, o in turns] == [None, "3."]
     assert [o.reply and o.reply[0]["content"] for _, _, o in turns] == ["3", None]  # type: ignore[index]
+    assert completion.episode.calls == [ToolCall("add", {"a": 1, "b": 2}, "3", seconds=None)]
+
+
+def test_tool_calls_are_recorded_with_their_results_wherever_the_agent_sends_these(served: Agents) -> None:
+    """With more messages after them, in another sequence, or not at all."""
+    rollout = served.rollout()
+    client, calls = served.client(rollout), []
+
+    def ask(*messages: Any) -> Any:
+        return (
+            client.chat.completions.create(model="policy", messages=list(messages), tools=[ADD], max_tokens=80)
+            .choices[0]
+            .message
+        )
+
+    def recorded() -> list[list[str]]:
+        episode = to_completion(rollout.sequences, "", Outcome()).episode
+        assert episode is not None
+        assert len(episode.messages) >= len(episode.turns)
+        return [[call.result for call in observation.calls] for _, _, observation in episode.turns]
+
+    called = ask(QUESTION)
+    calls.append(recorded())
+    (sequence,) = rollout.sequences
+    sequence.is_busy = True  # another call continues it: this one begins a new sequence
+    ask(QUESTION, called, run_tool(called), {"role": "user", "content": "well?"})
+    calls.append(recorded())
+    assert len(rollout.sequences) == 2
+    assert [answers[0] for answers in calls] == [[""], ["3"]]
 
 
 def test_a_stream_gives_the_same_calls_and_the_same_record(served: Agents) -> None:
@@ -382,6 +411,17 @@ def test_refused_calls_say_why_and_are_remembered(served: Agents) -> None:
     with pytest.raises(openai.NotFoundError, match="it has ended"):
         client.chat.completions.create(model="policy", **chat)
     assert not rollout.sequences
+
+
+def test_a_turn_that_the_context_cuts_is_truncated_and_one_that_its_call_cuts_is_not(served: Agents) -> None:
+    """On a GPU the context can be shorter than the model's positions."""
+    stops = []
+    for limit in (4, 40):
+        rollout = served.rollout(temperature=1.0, min_new_tokens=40)
+        served.client(rollout).completions.create(model="policy", prompt="1" * 500, max_tokens=limit)
+        completion = completion_of(rollout)
+        stops.append((completion.length, completion.stop))
+    assert stops == [(4, "end"), (512 - 500, "length")]
 
 
 def test_what_a_call_asks_for_is_done_refused_or_noted(served: Agents) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -21,8 +22,11 @@ from oncurve.operations.run_model import evaluate_model, load_model
 from oncurve.recipe.load import parse_recipe
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.studio.groups import GroupLocation, group_data, search_data
+from oncurve.studio.queries import CompletionFilter
 from oncurve.training.inputs import changed_inputs, record_inputs
 from oncurve.training.start import begin, resume
+from tests.agent_programs.taught import ADD, taught_policy
 
 AGENT = '''
 import json, os, signal, sys, time, urllib.request
@@ -86,6 +90,17 @@ def faulty(row):
 
 def mistaken(row):
     call("/completions", model="gpt-4o", prompt="hi")
+
+def with_a_tool(row):
+    """Asks, and sends the results of the calls in the answer with a message of its own."""
+    messages = [{"role": "user", "content": "1+2?"}]
+    for _ in range(2):
+        body = {"model": os.environ["OPENAI_MODEL"], "messages": messages, "tools": [row["tool"]], "max_tokens": 80}
+        message = call("/chat/completions", **body)["choices"][0]["message"]
+        called = message.get("tool_calls") or []
+        messages += [message, *({"role": "tool", "tool_call_id": one["id"], "content": "3"} for one in called)]
+        messages.append({"role": "user", "content": "well?"})
+    return len(called)
 
 async def by_post(row):
     complete(row["question"])
@@ -190,6 +205,26 @@ def test_evaluation_and_probe_run_the_agents_too(folder: Path) -> None:
     assert all(scored.completion.episode is not None for group in report.groups for scored in group.scored)
     probed = probe(recipe, 4, samples=2)
     assert (folder / "agents.log").stat().st_size >= ran + 6 + 8 + 8 * len(probed.temperatures)
+
+
+def test_an_agents_tool_calls_are_counted_and_shown(folder: Path) -> None:
+    (folder / "tasks.jsonl").write_text("".join(json.dumps({"tool": ADD, "number": i}) + "\n" for i in range(4)))
+    sets = ["task.function=my_agent.py:with_a_tool", "task.heldout_share=0", "grpo.steps=1"]
+    recipe = parse_recipe(tomllib.loads(RECIPE), [*sets, "model.tiny.context=512", "grpo.sampling.max_new_tokens=200"])
+    run = begin(recipe, runs_dir=Path("runs"), policy=taught_policy().copy())
+    with RunReader.open(run.path) as store:
+        report = store.step("grpo", 1)
+    completions = [completion for group in report.groups for completion in group.group.completions]
+    made = [len(completion.episode.calls) for completion in completions if completion.episode is not None]
+    assert report.metrics["tool_calls"] == sum(made) / 8 > 0
+    assert "tool_failure_share" not in report.metrics, "only the agent knows which failed"
+    found = search_data(run, CompletionFilter(tool="add"), None)["completions"]
+    assert len(found) == sum(count > 0 for count in made)
+    shown = group_data(run, GroupLocation("grpo", 1, "train", 0))["completions"]
+    turns = [turn for completion in shown for turn in completion["episode"]["turns"]]
+    call = next(call for turn in turns for call in turn["calls"])
+    assert call == {"name": "add", "arguments": '{"a": 1, "b": 2}', "result": "3", "failure": None, "seconds": None}
+    assert {turn["reply"] for turn in turns} == {"user: well?", None}
 
 
 def test_a_run_stops_if_too_many_agents_fail(folder: Path) -> None:

@@ -480,7 +480,10 @@ def rollout_metrics(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[s
         calls = [call for episode in episodes for call in episode.calls]
         metrics["turns"] = float(np.mean([len(episode.turns) for episode in episodes]))
         metrics["tool_calls"] = len(calls) / len(episodes)
-        metrics["tool_failure_share"] = float(np.mean([call.failure is not None for call in calls])) if calls else 0.0
+    ours = [c.episode for g in graded if g.group.prompt.agent is None for c in g.group.completions if c.episode is not None]
+    if ours:  # an agent program runs its tools itself, and does not say which calls failed
+        failures = [call.failure is not None for episode in ours for call in episode.calls]
+        metrics["tool_failure_share"] = float(np.mean(failures)) if failures else 0.0
     if rewards.accuracy_reward is not None:
         metrics["accuracy"] = float(np.mean([rewards.is_correct(s) for s in scored])) if scored else 0.0
         metrics |= rewards.accuracy_by_task([g.scored for g in graded])
