@@ -235,6 +235,8 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     environment: Environment | StatefulEnvironment | None = field(default=None, compare=False, repr=False)
+    added: str | None = field(default=None, compare=False, repr=False)
+    """The text that its environment began with, which is the end of its last message."""
     agent: AgentProgram | None = field(default=None, compare=False, repr=False)
 
     @property

@@ -14,6 +14,8 @@ from typing import Any
 from oncurve.records import Ints, Observation, Outcome, Prompt, Reply, ToolCall
 
 PREFIX, START, END = "episode/", "start", "end"
+UNFINISHED = "null"
+"""Replaces the `end` of an episode that starts again: what is stored of it is not replayed."""
 
 
 def episode_key(prompt: Prompt, sample: int, part: str | int) -> str:

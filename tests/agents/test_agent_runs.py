@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from oncurve.agents.episode_record import END
+from oncurve.agents.episode_record import END, UNFINISHED
 from oncurve.engines.base import SampleKey
+from oncurve.errors import DataError
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.records import Outcome, Prompt, Rollout
 from oncurve.rewards.mix import RewardMix
@@ -80,6 +84,65 @@ def test_an_episode_whose_record_is_of_another_text_begins_again() -> None:
     assert environment.opened == 4
 
 
+class Dated(SlowEcho):
+    """Begins with a text that changes between two runs, but not within one."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(mixed)
+        self.text = text
+
+    def begin(self, rollout: Rollout) -> SlowEpisode:
+        episode = super().begin(rollout)
+        episode.start = lambda: later(lambda: self.text, 0.0)  # type: ignore[assignment,method-assign]
+        return episode
+
+
+def test_a_group_whose_environment_begins_with_another_text_starts_again() -> None:
+    """Its finished completions follow another prompt than those that begin now."""
+    cache, stored = ReplyCache(), dict[str, str]()
+    cache.load({}, stored.update)
+    first = sample(Dated("aa"), cache)
+    del stored["episode/a1/2/end"]
+    cache.load(stored, stored.update)
+    changed = Dated("bb")
+    with collect_notes() as notes:
+        again = sample(changed, cache)
+    assert changed.opened == 1 + 4, "one began with the new text, so the group began again"
+    assert "3 finished episodes start again" in notes[-1].message
+    assert [a == b for a, b in zip(again, first, strict=True)] == [False] * 4 + [True] * 4
+    cache.load(stored)
+    later_text = Dated("ab")
+    assert sample(later_text, cache) == again
+    assert later_text.opened == 0
+
+
+def test_an_episode_that_can_only_begin_again_with_another_text_is_left_out() -> None:
+    """Its group's prompt has the text of the record, and other completions of the group have been sampled after it."""
+    cache, stored = ReplyCache(), dict[str, str]()
+    cache.load({}, stored.update)
+    sample(Dated("aa"), cache)
+    key = "episode/a1/2/0"
+    cache.load({**stored, key: stored[key].replace('"turn":"', '"turn":"x')}, stored.update)
+    engine = engine_for(policy(), 8, 4)
+    engine.replies = cache
+    (group,) = engine.sample([prompt_with("a1", Dated("bb"))], 4, Sampling(max_new_tokens=60), SampleKey(0, 1))
+    failures = [None if c.episode is None else c.episode.outcome.failure for c in group.completions]
+    assert failures == [None, None, "its environment began again with 'bb', and the group's prompt has 'aa'", None]
+    assert group.prompt.text == "abababaaa"
+
+
+def test_a_group_that_is_extended_follows_the_same_prompt() -> None:
+    engine = engine_for(policy(), 8, 4)
+    (four,) = engine.sample([prompt_with("a1", Dated("bb"))], 4, Sampling(max_new_tokens=60), SampleKey(0, 1))
+    (first,) = engine.sample([prompt_with("a1", Dated("bb"))], 2, Sampling(max_new_tokens=60), SampleKey(0, 1))
+    (more,) = engine.sample([first.prompt], 2, Sampling(max_new_tokens=60), SampleKey(0, 1, first=2))
+    assert more.prompt.text == first.prompt.text == "abababa" + "bb"
+    assert [bits(c) for c in (*first.completions, *more.completions)] == [bits(c) for c in four.completions]
+    changed = replace(first.prompt, environment=Dated("ab"))
+    with pytest.raises(DataError, match="different texts"):
+        engine.sample([changed], 2, Sampling(max_new_tokens=60), SampleKey(0, 1, first=2))
+
+
 class KilledError(BaseException):
     """The process is gone."""
 
@@ -131,6 +194,45 @@ def test_a_run_killed_while_environments_answer_resumes_to_the_same_bits(
     resume(run, task=task(environment), rewards=RewardMix([FunctionReward(letters, "f")]))
     assert fingerprint(run) == fingerprint(whole)
     assert environment.opened <= 16
+
+
+def test_a_run_whose_environment_begins_with_another_text_each_time_resumes_after_kills(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It equals a replay of its own record."""
+    record, left = RunWriter.record_replies, 0
+
+    def killed(self: RunWriter, stage: str, step: int, kind: str, replies: Mapping[str, str]) -> None:
+        nonlocal left
+        record(self, stage, step, kind, replies)  # type: ignore[arg-type]
+        left -= sum(key.endswith(END) and reply != UNFINISHED for key, reply in replies.items())
+        if left == 0:
+            raise KilledError
+
+    monkeypatch.setattr(RunWriter, "record_replies", killed)
+    rewards = RewardMix([FunctionReward(letters, "f")])
+    for ended, text in ((2, "a"), (3, "bb")):
+        left, run = ended, RunFolder(tmp_path / "killed")
+        train = (
+            partial(resume, run, rewards=rewards)
+            if run.path.exists()
+            else partial(begin, config(), out=run.path, rewards=rewards)
+        )
+        with pytest.raises(KilledError):
+            train(task=task(Dated(text)))
+    monkeypatch.setattr(RunWriter, "record_replies", record)
+    resume(run, task=task(Dated("ab")), rewards=rewards)
+    expected = fingerprint(run)
+    with RunReader.open(run.path) as store:
+        found = [re.search(r"(\d+) finished episodes start again", event.message) for event in store.events("episodes")]
+    assert [match[1] for match in found if match is not None] == ["3"], "the killed steps' notes are lost"
+    for checkpoint in run.checkpoints.iterdir():
+        shutil.rmtree(checkpoint)
+    run.set_status("interrupted")
+    replayed = Dated("ba")
+    resume(run, task=task(replayed), rewards=rewards)
+    assert fingerprint(run) == expected
+    assert replayed.opened == 0
 
 
 def test_a_hung_or_failed_episode_is_left_out_of_its_group(tmp_path: Path) -> None:

@@ -421,7 +421,7 @@ class Scheduler:
         answer = ask(self.policy, sequence, self.token_ST[slot, :end], stop, is_last=is_stopped or stop == "length")
         if answer is None:
             self._leave(slot, sequence)
-            restart_episode(self.policy, sequence.first)
+            restart_episode(self.policy, sequence.first, self.replies)
             self._continue_with(sequence.first)
             return None
         self.generation_S[slot], self.read_S[slot], self.launched_S[slot] = 0, end, end

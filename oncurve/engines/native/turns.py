@@ -21,6 +21,7 @@ import numpy as np
 from oncurve.agents.episode_record import (
     END,
     START,
+    UNFINISHED,
     decode_observation,
     decode_outcome,
     decode_start,
@@ -103,6 +104,25 @@ def begin_episode(policy: Policy, prompt: Prompt, key: SampleKey, sample: int) -
     return cast(StatefulEnvironment, environment).begin(rollout)
 
 
+class FailedEpisode:
+    """A conversation that could not begin again. Its completion ends after its turn and is left out of its group."""
+
+    def __init__(self, failure: str) -> None:
+        self.failure = failure
+
+    def start(self) -> None:
+        """There is nothing to wait for."""
+
+    def answer(self, turn: Turn) -> Future[Observation]:
+        return _done(Observation(None, failure=self.failure))
+
+    def finish(self) -> Future[Outcome]:
+        return _done(Outcome(failure=self.failure))
+
+    def close(self) -> None:
+        """It holds nothing."""
+
+
 class RecordedEpisode:
     """A finished episode of an earlier try of the step, which gives the same answers to the same turns."""
 
@@ -140,14 +160,16 @@ def build_requests(
     """Starts the episodes of all prompts, and returns a request for each prompt, with the text that its environment adds.
 
     All episodes start at the same time, and this waits for the slowest. Episodes that finished in an earlier attempt at this
-    step are replayed; unfinished ones start again.
+    step are replayed; unfinished ones start again. If a group's environment now begins with another text, the record is of
+    another prompt: it is dropped, and all episodes of the group start again.
     """
     episodes: list[list[Episode]] = [[] for _ in prompts]
-    restarted = 0
+    given, prompts = prompts, [without_observation(prompt) for prompt in prompts]
+    restarted = dropped = 0
     try:
         for prompt, group in zip(prompts, episodes, strict=True):
             for sample in range(key.first, key.first + (group_size if prompt.environment is not None else 0)):
-                if replies is not None and replies.get(episode_key(prompt, sample, END)) is not None:
+                if replies is not None and replies.get(episode_key(prompt, sample, END)) not in (None, UNFINISHED):
                     group.append(RecordedEpisode(replies, prompt, sample))
                 else:
                     restarted += replies is not None and replies.get(episode_key(prompt, sample, 0)) is not None
@@ -155,13 +177,28 @@ def build_requests(
         if restarted:
             note("episodes", f"{restarted} unfinished episodes start again, with new instances of their environment")
         started = [[episode.start() for episode in group] for group in episodes]
-        texts = [[None if start is None else start.result() for start in group] for group in started]
+        texts = [_texts(group) for group in started]
+        for index, prompt in enumerate(prompts):
+            if replies is None or not _has_other_record(episodes[index], texts[index], given[index].added):
+                continue
+            dropped += sum(isinstance(episode, RecordedEpisode) for episode in episodes[index])
+            for sample, episode in enumerate(episodes[index], start=key.first):
+                episode.close()
+                drop_record(replies, prompt, sample)
+                episodes[index][sample - key.first] = begin_episode(policy, prompt, key, sample)
+            started[index] = [episode.start() for episode in episodes[index]]
+            texts[index] = _texts(started[index])
+        if dropped:
+            note("episodes", f"{dropped} finished episodes start again: their environment now begins with another text")
         if replies is not None:
             for prompt, group_started, group_texts in zip(prompts, started, texts, strict=True):
                 for sample, (start, text) in enumerate(zip(group_started, group_texts, strict=True), start=key.first):
                     if start is not None:
                         replies.add(episode_key(prompt, sample, START), encode_start(text))
-        prompts = [with_observation(prompt, begins) for prompt, begins in zip(prompts, texts, strict=True)]
+        prompts = [
+            with_observation(prompt, [before.added, *begins])
+            for prompt, before, begins in zip(prompts, given, texts, strict=True)
+        ]
         prompt_ids = encode_prompts(policy, prompts, sampling)
     except BaseException:
         for begun in episodes:
@@ -172,6 +209,23 @@ def build_requests(
         SampleRequest(prompt, ids, group_size, sampling, key, episodes=tuple(begun))
         for prompt, ids, begun in zip(prompts, prompt_ids, episodes, strict=True)
     ]
+
+
+def _texts(started: abc.Sequence[Future[str | None] | None]) -> list[str | None]:
+    return [None if start is None else start.result() for start in started]
+
+
+def _has_other_record(group: abc.Sequence[Episode], texts: abc.Sequence[str | None], added: str | None) -> bool:
+    """Whether finished episodes of a group began with another text than those that begin now, or than its earlier samples."""
+    recorded = {text for episode, text in zip(group, texts, strict=True) if isinstance(episode, RecordedEpisode)} - {None}
+    now = {text for episode, text in zip(group, texts, strict=True) if not isinstance(episode, RecordedEpisode)} | {added}
+    return bool(recorded) and not now - {None} <= recorded
+
+
+def drop_record(replies: ReplyStore, prompt: Prompt, sample: int) -> None:
+    """An episode that had finished is not finished any more, so that its record is not replayed."""
+    if replies.get(episode_key(prompt, sample, END)) is not None:
+        replies.add(episode_key(prompt, sample, END), UNFINISHED)
 
 
 def record_answer(replies: ReplyStore | None, sequence: Sequence, observation: Observation) -> None:
@@ -200,12 +254,23 @@ def with_observation(prompt: Prompt, texts: abc.Sequence[str | None]) -> Prompt:
             prompt.id,
             f"its environment began with different texts: {different[0]!r:.60} and {different[1]!r:.60}",
             because="a group compares completions of the same prompt",
-            fix="let `reset` return a text that depends on the row alone; give each problem a row of its own",
+            fix="let `reset` return a text that depends on the row alone, such as on its `seed`; give each problem its own row",
         )
+    added = different[0]
     if prompt.messages is None:
-        return replace(prompt, text=f"{prompt.text}{different[0]}")
+        return replace(prompt, text=f"{prompt.text}{added}", added=added)
     *before, last = prompt.messages
-    return replace(prompt, messages=(*before, {**last, "content": f"{last['content']}{different[0]}"}))
+    return replace(prompt, messages=(*before, {**last, "content": f"{last['content']}{added}"}), added=added)
+
+
+def without_observation(prompt: Prompt) -> Prompt:
+    """The prompt as it was before its environment began: a group is extended, or an episode begins again."""
+    if prompt.added is None:
+        return prompt
+    if prompt.messages is None:
+        return replace(prompt, text=str(prompt.text).removesuffix(prompt.added), added=None)
+    *before, last = prompt.messages
+    return replace(prompt, messages=(*before, {**last, "content": last["content"].removesuffix(prompt.added)}), added=None)
 
 
 def ask(policy: Policy, sequence: Sequence, token_ids: Ints, stop: StopReason, *, is_last: bool) -> Future[Observation] | None:
@@ -280,13 +345,20 @@ def _encode_conversation(policy: Policy, sequence: Sequence) -> Ints | None:
     return policy.encode(replace(prompt, messages=tuple(messages)))
 
 
-def restart_episode(policy: Policy, sequence: Sequence) -> None:
+def restart_episode(policy: Policy, sequence: Sequence, replies: ReplyStore | None) -> None:
     """Begin a completion's conversation again from its first sequence, with a new instance of the environment."""
-    request = sequence.request
+    request, sample = sequence.request, sequence.sample
     assert sequence.episode is not None
     sequence.episode.close()
     sequence.restart()
-    sequence.answers, sequence.episode = [], begin_episode(policy, request.prompt, request.key, sequence.sample)
+    prompt = without_observation(request.prompt)
+    if replies is not None:
+        drop_record(replies, prompt, sample)
+    sequence.answers, sequence.episode = [], begin_episode(policy, prompt, request.key, sample)
     start = sequence.episode.start()
-    if start is not None:
-        start.result()
+    text = None if start is None else start.result()
+    if text is not None and text != request.prompt.added:
+        sequence.episode.close()
+        sequence.episode = FailedEpisode(
+            f"its environment began again with {text!r:.60}, and the group's prompt has {request.prompt.added!r:.60}"
+        )

@@ -120,7 +120,7 @@ class PendingRequests:
 
     def _restart(self, sequence: Sequence) -> Sequence:
         """Begin a completion and its conversation again, with a new instance of the environment."""
-        restart_episode(self.policy, sequence)
+        restart_episode(self.policy, sequence, self.replies)
         sequence.token_ids, sequence.logps, sequence.stop = sequence.token_ids[:0], sequence.logps[:0], None
         self.sequences[sequence.group][sequence.sample - sequence.request.key.first] = sequence
         return sequence
