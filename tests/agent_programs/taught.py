@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,15 +41,19 @@ RESULT = {"role": "tool", "tool_call_id": "x", "content": "3"}
 @lru_cache(maxsize=1)
 def taught_policy() -> Policy:
     """Calls `add` if it is asked with the tool, answers "3." to its result, and writes other things to other chats."""
+    function = {"name": "add", "arguments": {"a": 1, "b": 2}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+    return teach([((QUESTION,), CALL), ((QUESTION, called, RESULT), "3.")], ADD)
+
+
+def teach(chats: Sequence[tuple[tuple[Any, ...], str]], tool: Any) -> Policy:
+    """A small model that has learned these replies to these chats with a tool."""
     tokenizer = build_tokenizer(PRINTABLE)
     shape = TinyModel(layers=2, width=48, heads=2, kv_heads=1, head_size=24, mlp_width=96, context=512)
     policy = Policy(build_model(shape, tokenizer, 0), tokenizer)
     tokenizer.chat_template = TEMPLATE
-    function = {"name": "add", "arguments": {"a": 1, "b": 2}}
-    called = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    chats: list[tuple[tuple[Any, ...], str]] = [((QUESTION,), CALL), ((QUESTION, called, RESULT), "3.")]
     groups = [
-        PrefixGroup(policy.encode(Prompt("p", messages=chat), [ADD]), (policy.encode_completion(reply),), (i,))
+        PrefixGroup(policy.encode(Prompt("p", messages=chat), [tool]), (policy.encode_completion(reply),), (i,))
         for i, (chat, reply) in enumerate(chats)
     ]
     optimiser = torch.optim.AdamW(policy.model.parameters(), lr=5e-3)
