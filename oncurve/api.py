@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 from urllib.parse import quote
 
-from oncurve.agents.tool_environment import ToolEnvironment
+from oncurve.agents.tool_environment import TOOL_TIMEOUT_S, ToolEnvironment
 from oncurve.distributed.rendezvous import joined_ranks, with_ranks
 from oncurve.errors import DataError, RecipeError, RewardError, RunError, did_you_mean
 from oncurve.notebook import GroupList, MetricCurve, MetricTable, NotebookDisplay, StudioFrame
@@ -201,7 +201,7 @@ def train(
     tools: Sequence[Callable[..., Any]] | None = None,
     environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None,
     max_turns: int | None = None,
-    tool_timeout_s: float = 10.0,
+    tool_timeout_s: float = TOOL_TIMEOUT_S,
     history: History = "tokens",
     heldout: Iterable[Row] | None = None,
     lora: bool | Mapping[str, Any] | None = None,
@@ -330,6 +330,12 @@ def _as_environment(
     prompts: Iterable[Row] | None,
 ) -> ToolEnvironment | dict[str, ToolEnvironment] | None:
     if not tools and factory is None:
+        defaults: dict[str, object] = {"max_turns": None, "tool_timeout_s": TOOL_TIMEOUT_S, "history": "tokens"}
+        because = "only tools and environments that are passed here use it"
+        fix = "pass tools or environment_factory too, or set it under [task] in the recipe"
+        for given, (name, default) in zip((max_turns, timeout_s, history), defaults.items(), strict=True):
+            if given != default:
+                raise RecipeError(name, "given without tools", because=because, fix=fix)
         return None
     if prompts is None:
         raise RecipeError(

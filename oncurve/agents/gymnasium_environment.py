@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from oncurve.errors import MissingPackage, RecipeError, pip_install
@@ -11,7 +12,7 @@ MAX_DIGITS = 4
 """Digits after the point of an observed number."""
 
 
-def gymnasium_class(id: str, where: str) -> type:
+def gymnasium_class(id: str, where: str, options: Mapping[str, Any]) -> type:
     """A class of environments by TRL's contract. Raises an error, which names ``where``, if the model could not act in them."""
     try:
         import gymnasium
@@ -19,10 +20,11 @@ def gymnasium_class(id: str, where: str) -> type:
         because = "environments of gymnasium are an optional extra"
         raise MissingPackage(where, "gymnasium is not installed", because=because, fix=pip_install("gymnasium")) from error
     try:
-        first = gymnasium.make(id)
+        first = gymnasium.make(id, **options)
     except Exception as error:  # gymnasium's own errors, and what an environment's own packages raise
         because = " ".join(str(error).split())[:200]
-        raise RecipeError(where, f"gymnasium:{id}", because=because, fix="name an id of gymnasium.registry") from error
+        fix = "name an id of gymnasium.registry" + (f", and correct {where}_options" if options else "")
+        raise RecipeError(where, f"gymnasium:{id}", because=because, fix=fix) from error
     space = first.action_space
     if not isinstance(space, gymnasium.spaces.Discrete):
         because = f"its actions are {type(space).__name__}, and the tool `act` takes the number of an action"
@@ -31,9 +33,12 @@ def gymnasium_class(id: str, where: str) -> type:
     first.close()
 
     class GymnasiumEnvironment:
+        has_group_seed = True
+        """Without a column `seed`, all completions of a group play the same episode."""
+
         def reset(self, seed: int, **columns: Any) -> str:
             """Begins an episode. The row's column `seed` determines it."""
-            self.environment, self.reward, self.is_over = gymnasium.make(id), 0.0, False
+            self.environment, self.reward, self.is_over = gymnasium.make(id, **options), 0.0, False
             observation, _ = self.environment.reset(seed=seed, options=columns.get("options"))
             return f" {observation_text(observation)}"
 

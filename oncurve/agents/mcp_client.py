@@ -174,9 +174,9 @@ def _call(command: str, folder: str, name: str, /, **arguments: Any) -> str:
     return _server(command, folder).call(name, arguments)
 
 
-def mcp_tools(command: str, where: str) -> list[Tool]:
-    """The tools of the server that a command starts in the current folder. Raises RecipeError, which names ``where``, if it
-    can't be started."""
+def mcp_tools(command: str, where: str, prefix: str = "") -> list[Tool]:
+    """The tools of the server that a command starts in the current folder, with a prefix to their names. Raises RecipeError,
+    which names ``where``, if it can't be started."""
     folder = os.getcwd()
     try:
         if not shlex.split(command):
@@ -192,7 +192,8 @@ def mcp_tools(command: str, where: str) -> list[Tool]:
     tools = []
     for tool in listed:
         parameters = tool.get("inputSchema") or {"type": "object", "properties": {}}
-        function = {"name": tool["name"], "description": tool.get("description", ""), "parameters": parameters}
+        name = f"{prefix}{tool['name']}"
+        function = {"name": name, "description": tool.get("description", ""), "parameters": parameters}
         call = partial(_call, command, folder, str(tool["name"]))
-        tools.append(Tool(str(tool["name"]), call, {"type": "function", "function": function}))
+        tools.append(Tool(name, call, {"type": "function", "function": function}))
     return tools

@@ -39,13 +39,17 @@ class OpenEnvError(Exception):
     """An error that a server returned. The tool's result has its text."""
 
 
-def openenv_class(address: str, where: str) -> type:
+def openenv_class(address: str, where: str, options: Mapping[str, Any]) -> type:
     """A class of environments by TRL's contract. Raises an error, which names ``where``, if there is no such environment."""
     try:
         import websockets.sync.client  # noqa: F401
     except ModuleNotFoundError as error:
         because = "environments of OpenEnv are an optional extra"
         raise MissingPackage(where, "websockets is not installed", because=because, fix=pip_install("openenv")) from error
+    if options:
+        because = "the server creates the environments; each `reset` gets the row's columns"
+        fix = "set them where the server or its app is configured, or give them as columns"
+        raise RecipeError(f"{where}_options", dict(options), because=because, fix=fix)
     app = None if address.startswith(("http://", "https://")) else _App.of(address)
 
     def url() -> str:
@@ -62,6 +66,8 @@ def openenv_class(address: str, where: str) -> type:
         raise RecipeError(where, f"no server of OpenEnv at '{address}'", because=because, fix=fix) from error
 
     class OpenEnvEnvironment:
+        has_group_seed = True
+        """Without a column `seed`, all completions of a group get the same episode."""
         _session: _Session | None = None
         _reward, _is_over = 0.0, False
 

@@ -6,7 +6,7 @@ import contextlib
 import io
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from oncurve.errors import MissingPackage, RecipeError, pip_install
@@ -15,7 +15,7 @@ _RANDOM = threading.Lock()
 """Held while a game runs: textarena seeds and uses the random numbers of Python's `random` module, which all threads share."""
 
 
-def textarena_class(id: str, where: str) -> type:
+def textarena_class(id: str, where: str, options: Mapping[str, Any]) -> type:
     """A class of environments by TRL's contract. Raises an error, which names ``where``, if the model can't play it alone."""
     try:
         import textarena
@@ -26,7 +26,7 @@ def textarena_class(id: str, where: str) -> type:
     def begin(seed: int) -> tuple[Any, Any]:
         """A new game, with its wrappers, which complete the format of a move, and without, so that no message is repeated."""
         with contextlib.redirect_stdout(io.StringIO()):  # some print
-            wrapped = textarena.make(id)
+            wrapped = textarena.make(id, **options)
             wrapped.reset(num_players=1, seed=seed)
         game = wrapped
         while isinstance(game, textarena.Wrapper):
@@ -41,6 +41,9 @@ def textarena_class(id: str, where: str) -> type:
     _check(id, where, begin)
 
     class TextArenaEnvironment:
+        has_group_seed = True
+        """Without a column `seed`, all completions of a group play the same episode."""
+
         def reset(self, seed: int, **columns: Any) -> str:
             """Begins a game. The row's column `seed` determines it."""
             self._state = random.Random(seed).getstate()

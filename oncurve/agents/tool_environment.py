@@ -32,6 +32,8 @@ from oncurve.workers.event_loop import replace_if_blocked, shared_loop
 SYNTAX, UNKNOWN, ARGUMENTS, EXCEPTION, TIMEOUT = "syntax", "unknown tool", "arguments", "exception", "timeout"
 FAILURES = (SYNTAX, UNKNOWN, ARGUMENTS, EXCEPTION, TIMEOUT)
 """How a tool call can fail: `ToolCall.failure`."""
+TOOL_TIMEOUT_S = 10.0
+"""Seconds that a call may take if nothing else is said."""
 EnvironmentFactory = Callable[[], Any]
 T = TypeVar("T")
 
@@ -51,7 +53,7 @@ class ToolEnvironment:
         factory: EnvironmentFactory | None = None,
         *,
         max_turns: int | None = None,
-        timeout_s: float = 10.0,
+        timeout_s: float = TOOL_TIMEOUT_S,
         history: History = "tokens",
         where: str = "tools",
         factory_where: str = "environment_factory",
@@ -229,7 +231,9 @@ class ToolEpisode:
         self.instance = self._run("__init__", environment.factory, {}, lambda: None)
         if self._failure is not None:
             return None
-        seed = derive_seed(rollout.seed, f"episode/{rollout.step}/{rollout.prompt.id}/{rollout.sample}")
+        purpose = f"episode/{rollout.step}/{rollout.prompt.id}"
+        is_shared = getattr(environment.kind, "has_group_seed", False)
+        seed = derive_seed(rollout.seed, purpose if is_shared else f"{purpose}/{rollout.sample}")
         values = {**rollout.prompt.columns, "prompt": rollout.prompt.written}
         arguments = _reset_arguments(self.instance.reset, values, seed)
         text: str | None = self._run("reset", self.instance.reset, arguments, lambda: None, _optional_text)

@@ -94,4 +94,5 @@ def check_names(tools: Sequence[Tool], where: str) -> None:
     double = next((name for name in names if names.count(name) > 1), None)
     if double is not None:
         because = "the model calls a tool by its name"
-        raise RecipeError(where, f"two tools are called '{double}'", because=because, fix="rename one of the functions")
+        fix = 'rename one of the functions, or give the tools of an MCP server a prefix: { mcp = "…", prefix = "shop_" }'
+        raise RecipeError(where, f"two tools are called '{double}'", because=because, fix=fix)

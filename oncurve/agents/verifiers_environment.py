@@ -21,7 +21,7 @@ START_S = 120.0
 """Seconds within which the toolsets must list their tools."""
 
 
-def verifiers_class(id: str, where: str) -> type:
+def verifiers_class(id: str, where: str, options: Mapping[str, Any]) -> type:
     """A class of environments by TRL's contract. Raises an error, which names ``where``, if the tasks can't run here."""
     try:
         from verifiers.v1 import Trace
@@ -30,7 +30,7 @@ def verifiers_class(id: str, where: str) -> type:
     except ImportError as error:
         because = "support for tasksets of verifiers 0.4 is an optional extra"
         raise MissingPackage(where, "verifiers 0.4 is not installed", because=because, fix=pip_install("verifiers")) from error
-    taskset = _load(id, where)
+    taskset = _load(id, where, options)
     tasks = _Tasks(taskset)
     first = tasks[0]
     if (fault := _fault(id, taskset, first)) is not None:
@@ -73,12 +73,12 @@ def verifiers_class(id: str, where: str) -> type:
     return VerifiersEnvironment
 
 
-def _load(id: str, where: str) -> Any:
-    """The taskset of an id, with its default settings."""
+def _load(id: str, where: str, options: Mapping[str, Any]) -> Any:
+    """The taskset of an id. ``options`` are keys of its configuration."""
     from verifiers.v1.utils import loaders
 
     try:
-        return loaders.load_taskset(loaders.taskset_config_type(id)(id=id))
+        return loaders.load_taskset(loaders.taskset_config_type(id)(id=id, **options))
     except Exception as error:  # importing it runs others' code
         because = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         fix = "name an installed taskset of verifiers 0.4; version 0.4 does not load the environments of earlier versions"

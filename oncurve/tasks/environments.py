@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from oncurve.agents.gymnasium_environment import gymnasium_class
 from oncurve.agents.mcp_client import mcp_tools
 from oncurve.agents.openenv_environment import openenv_class
 from oncurve.agents.textarena_environment import textarena_class
-from oncurve.agents.tool_environment import ToolEnvironment
+from oncurve.agents.tool_environment import TOOL_TIMEOUT_S, ToolEnvironment
 from oncurve.agents.verifiers_environment import verifiers_class
 from oncurve.errors import RecipeError, did_you_mean
 from oncurve.plugins import Registry, load_function
@@ -22,6 +25,8 @@ class McpTools(Section):
 
     mcp: str
     """The command that starts the server, which speaks over its standard input and output."""
+    prefix: str = ""
+    """The start of its tools' names, so that two servers can have tools of one name."""
 
 
 EnvironmentType = Callable[[], object]
@@ -40,13 +45,13 @@ def _environment_fault(plugin: object) -> str | None:
 ENVIRONMENTS: Registry[EnvironmentType] = Registry("environment", {"calculator": Calculator}, _environment_fault)
 """Every environment by its name in `task.environment`; each is created without arguments."""
 
-FROM_ELSEWHERE: Mapping[str, Callable[[str, str], type]] = {
+FROM_ELSEWHERE: Mapping[str, Callable[[str, str, Mapping[str, Any]], type]] = {
     "gymnasium": gymnasium_class,
     "openenv": openenv_class,
     "textarena": textarena_class,
     "verifiers": verifiers_class,
 }
-"""Other packages' environments, which a recipe names as `package:id`: (id, the recipe's key) -> a class."""
+"""Other packages' environments, which a recipe names as `package:id`: (id, the recipe's key, its options) -> a class."""
 
 
 def load_environment(
@@ -54,12 +59,14 @@ def load_environment(
     where: str,
     tools: Sequence[str | McpTools] = (),
     max_turns: int | None = None,
-    timeout_s: float = 10.0,
+    timeout_s: float = TOOL_TIMEOUT_S,
     history: History = "tokens",
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Environment | StatefulEnvironment | None:
     """The environment that a recipe names under ``where``: one of `ENVIRONMENTS`, or `file.py:Class`. With ``tools``, functions
-    as `file.py:name` and MCP servers, that the policy can call besides."""
-    kind = None if name is None else _find_environment(name, where)
+    as `file.py:name` and MCP servers, that the policy can call besides. ``options`` are the arguments of the environment's
+    class."""
+    kind = None if name is None else _find_environment(name, where, options)
     if kind is not None and not _is_stateful(kind):
         environment = _pure_environment(str(name), kind, where)
         if tools:
@@ -71,33 +78,45 @@ def load_environment(
     functions: list[object] = []
     for index, tool in enumerate(tools):
         place = f"task.tools[{index}]"
-        functions += [load_function(tool, place)] if isinstance(tool, str) else mcp_tools(tool.mcp, place)
+        functions += [load_function(tool, place)] if isinstance(tool, str) else mcp_tools(tool.mcp, place, tool.prefix)
     if kind is None and not functions:
         return None
-    options = {
-        "max_turns": max_turns,
-        "timeout_s": timeout_s,
-        "history": history,
-        "where": "task.tools",
-        "factory_where": where,
-    }
-    return ToolEnvironment(functions, kind, **options)  # type: ignore[arg-type]
+    return ToolEnvironment(
+        functions, kind, max_turns=max_turns, timeout_s=timeout_s, history=history, where="task.tools", factory_where=where
+    )
 
 
-def _find_environment(name: str, where: str) -> EnvironmentType:
-    if name in ENVIRONMENTS:
-        return ENVIRONMENTS[name]
+def _find_environment(name: str, where: str, options: Mapping[str, Any]) -> EnvironmentType:
     package, _, address = name.partition(":")
-    if package in FROM_ELSEWHERE:
-        return FROM_ELSEWHERE[package](address, where)
-    if ":" in name:
-        return load_function(name, where)
+    if name not in ENVIRONMENTS and package in FROM_ELSEWHERE:
+        return FROM_ELSEWHERE[package](address, where, options)
+    if name in ENVIRONMENTS or ":" in name:
+        kind: EnvironmentType = ENVIRONMENTS[name] if name in ENVIRONMENTS else load_function(name, where)
+        return _with_options(kind, name, f"{where}_options", options) if options else kind
     raise RecipeError(
         where,
         f"there is no environment '{name}'{did_you_mean(name, ENVIRONMENTS)}",
         because=f"there are: {', '.join(ENVIRONMENTS)}",
         fix=f"name one of them, a class of yours as file.py:Class, or PACKAGE:ID of {', '.join(FROM_ELSEWHERE)}",
     )
+
+
+def _with_options(kind: EnvironmentType, name: str, where: str, options: Mapping[str, Any]) -> EnvironmentType:
+    """The class with ``options`` as the arguments of its instances. Raises RecipeError if it does not take them."""
+    if not isinstance(kind, type):
+        return kind  # no environment: the error comes where it is used
+
+    class WithOptions(kind):  # type: ignore[misc, valid-type]
+        def __init__(self) -> None:
+            super().__init__(**options)
+
+    WithOptions.__name__, WithOptions.__module__ = kind.__name__, kind.__module__
+    try:
+        inspect.signature(kind).bind(**options)
+    except TypeError as error:
+        because = f"'{name}' is created with them, and its class does not take them: {error}"
+        raise RecipeError(where, dict(options), because=because, fix="correct the names, or remove the options") from None
+    return WithOptions
 
 
 def _is_stateful(kind: EnvironmentType) -> bool:

@@ -7,11 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from oncurve.agents.gymnasium_environment import observation_text
 from oncurve.agents.mcp_client import McpError, _holder, _server, mcp_tools
 from oncurve.agents.tool_environment import ToolEnvironment
 from oncurve.errors import MissingPackage, RecipeError
@@ -24,6 +26,7 @@ from oncurve.training.inputs import record_inputs
 from oncurve.training.start import begin
 from oncurve.trust import capabilities_of
 from tests.agent_programs.taught import CALL, QUESTION, taught_policy
+from tests.agents.demonstrated import demonstration, train_tiny
 from tests.agents.test_tool_environment import call, rollout, turn
 
 SERVER = """
@@ -82,6 +85,17 @@ def test_the_tools_of_an_mcp_server(command: str) -> None:
     assert [made.failure for made in first.calls] == [None, "arguments", "exception"]
     assert first.calls[0].result == "3"
     assert "refuse" in first.calls[2].result, "the server says no more of an exception"
+
+
+def test_two_servers_with_tools_of_one_name(command: str) -> None:
+    with pytest.raises(RecipeError, match=r"two tools are called 'add'(?s:.*)prefix"):
+        tools(command, f"{command} refuse")
+    sources = [McpTools(mcp=command), McpTools(mcp=f"{command} refuse", prefix="other_")]
+    environment = load_environment(None, "task.environment", sources, timeout_s=600)
+    assert isinstance(environment, ToolEnvironment)
+    assert [tool["function"]["name"] for tool in environment.tools] == ["add", "other_add", "other_refuse"]
+    first, _ = play(environment, call("other_add", '{"a": 1, "b": 2}'))
+    assert [(made.result, made.failure) for made in first.calls] == [("3", None)]
 
 
 @pytest.mark.slow
@@ -143,6 +157,22 @@ def recipe(folder: Path, reward: dict[str, Any], **task: Any) -> Any:
     )
 
 
+SHOP = """
+class Shop:
+    def __init__(self, price: int = 1):
+        self.price = price
+
+    def reset(self, **columns):
+        self.spent = 0
+
+    def buy(self) -> str:
+        'Buys.'
+        self.spent += self.price
+        return str(self.spent)
+
+    def get_reward(self) -> float:
+        return self.spent
+"""
 MALFORMED = """\
 import json, sys
 for line in sys.stdin:
@@ -221,14 +251,53 @@ def test_an_episode_of_gymnasium_is_that_of_its_own_loop() -> None:
         game.act(0)
 
 
+@pytest.mark.slow
 def test_a_run_with_gymnasium(tmp_path: Path) -> None:
-    built = recipe(tmp_path, {"type": "environment"}, environment="gymnasium:Taxi-v4")
-    run = begin(built, out=tmp_path / "run", policy=taught_policy().copy())
-    with RunReader.open(run.path) as store:
-        groups = store.step("grpo", 1).groups
-    assert all(scored.total == 0.0 for group in groups for scored in group.scored.scored), "nobody has acted"
-    starts = {group.group.prompt.shown for group in groups}
-    assert len(starts) == 2, "each row has a seed of its own"
+    """Without a column `seed`: all completions of a group play the same episode. The model has learned to act."""
+    import gymnasium
+
+    rows, demonstrations = [{"prompt": f"balance {number}"} for number in range(2)], []
+    for number in range(4):
+        game = gymnasium.make("CartPole-v1")
+        start = observation_text(game.reset(seed=number)[0])
+        result = observation_text(game.step(number % 2)[0])
+        call = {"name": "act", "arguments": {"action": number % 2}}
+        demonstrations.append(demonstration(f"balance {number % 2} {start}", call, f"{result}; reward 1"))
+    calls = train_tiny(tmp_path, "gymnasium:CartPole-v1", rows, demonstrations)
+    assert calls
+    with RunReader.open(tmp_path / "run") as store:
+        groups = [group for step in (1, 2) for group in store.step("grpo", step).groups]
+    for group in groups:
+        turns = [c.episode.turns[0][2] for c in group.group.completions if c.episode is not None]
+        done = [(str(o.calls[0].arguments), o.calls[0].result) for o in turns if o.calls and o.calls[0].failure is None]
+        assert len(set(done)) == len(dict(done)), "one action has one result"
+        acted = [sum(not call.failure for call in c.episode.calls) for c in group.group.completions if c.episode]
+        assert [scored.total for scored in group.scored.scored] == acted, "a reward of 1 for each action"
+    assert len({group.group.prompt.shown for group in groups}) == len(groups), "each step has new episodes"
+
+
+def test_options_of_an_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = load_environment(
+        "gymnasium:FrozenLake-v1", "task.environment", options={"is_slippery": False, "desc": ["SG"]}
+    )
+    assert isinstance(environment, ToolEnvironment)
+    first, outcome = play(environment, call("act", '{"action": 2}'))
+    assert (first.calls[0].result, outcome.reward) == ("1; reward 1; over", 1.0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "shop.py").write_text(SHOP)
+    environment = load_environment("shop.py:Shop", "task.environment", options={"price": 3})
+    assert isinstance(environment, ToolEnvironment)
+    assert environment.reward_name == "Shop"
+    first, outcome = play(environment, call("buy", "{}"))
+    assert (first.calls[0].result, outcome.reward) == ("3", 3.0)
+    for name, options, where, message in (
+        ("gymnasium:FrozenLake-v1", {"icy": True}, "task.environment:", "icy(?s:.*)correct task.environment_options"),
+        ("shop.py:Shop", {"cost": 3}, "task.environment_options:", "'cost'"),
+        ("calculator", {"price": 3}, "task.environment_options:", "does not take them"),
+        ("openenv:http://127.0.0.1:9", {"price": 3}, "task.environment_options:", "the server creates"),
+    ):
+        with pytest.raises(RecipeError, match=f"{where}(?s:.*){message}"):
+            load_environment(name, "task.environment", options=options)
 
 
 @pytest.mark.parametrize(
@@ -240,15 +309,15 @@ def test_an_environment_that_can_not_be_used(name: str, message: str) -> None:
         load_environment(name, "task.environment")
 
 
-def test_an_episode_of_gymnasium_without_a_seed_depends_on_its_rollout() -> None:
+def test_an_episode_of_gymnasium_without_a_seed_is_that_of_its_group() -> None:
     environment = load_environment("gymnasium:CartPole-v1", "task.environment")
     assert isinstance(environment, ToolEnvironment)
     texts = []
-    for sample in (0, 1, 0):
-        start = environment.begin(rollout(sample)).start()
+    for number, step in ((0, 1), (1, 1), (0, 2)):
+        start = environment.begin(replace(rollout(number), step=step)).start()
         assert start is not None
         texts.append(start.result(600))
-    assert texts[0] == texts[2] != texts[1]
+    assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.parametrize(

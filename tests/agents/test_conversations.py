@@ -270,6 +270,13 @@ def test_a_recipe_names_tools_and_an_environment(here: Path) -> None:
         ({"environment": "calculator", "tools": ["tools.py:search"]}, "tools beside 'calculator'"),
         ({"tools": ["tools.py:search"], "chat": False}, "tools for a prompt in plain text"),
         ({"tools": ["tools.py:search"], "max_turns": 0}, "max_turns"),
+        ({"max_turns": 3}, "task.max_turns: 3(?s:.*)this task has none"),
+        ({"tool_timeout_s": 10}, "task.tool_timeout_s: 10(?s:.*)only tools, or an environment with `reset`, can use it"),
+        ({"environment": "calculator", "history": "template"}, "task.history: template"),
+        (
+            {"tools": ["tools.py:search"], "environment_options": {"price": 3}},
+            "task.environment_options: .*only an environment",
+        ),
     ],
 )
 def test_bad_keys_get_one_clear_message(here: Path, options: dict[str, Any], message: str) -> None:
@@ -328,6 +335,9 @@ def test_python_arguments_are_trls(tmp_path: Path) -> None:
     assert changed_inputs(run.folder, recipe, task=other) == ["tool_arguments (a Python function)"]
     with pytest.raises(RecipeError, match="given without prompts"):
         oncurve.train(recipe, tools=[multiply])
+    for argument in list[dict[str, Any]]([{"max_turns": 3}, {"tool_timeout_s": 5.0}, {"history": "template"}]):
+        with pytest.raises(RecipeError, match="given without tools"):
+            oncurve.train(recipe, **argument)
     with pytest.raises(DataError, match="plain text"):
         oncurve.train(model="tiny", prompts=["3+4="], tools=[multiply], rewards=[len])
 

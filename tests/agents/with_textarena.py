@@ -65,6 +65,15 @@ def test_right_and_wrong_guesses() -> None:
     assert sorted(rewards.values()) == [0.0] * 19 + [1.0], "one of the numbers ends the game at once"
 
 
+def test_options_of_a_game() -> None:
+    environment = load_environment("textarena:GuessTheNumber-v0", "task.environment", options={"max_number": 5})
+    assert isinstance(environment, ToolEnvironment)
+    assert environment.factory is not None
+    assert "between 1 and 5" in environment.factory().reset(seed=3)
+    with pytest.raises(RecipeError, match=r"highest"):
+        load_environment("textarena:GuessTheNumber-v0", "task.environment", options={"highest": 5})
+
+
 def test_games_at_the_same_time_share_no_random_numbers() -> None:
     """textarena uses Python's global random numbers; 2048 takes some with every move."""
     kind, moves = game_class("2048-v0"), ["[left]", "[up]", "[right]", "[up]"] * 5

@@ -55,9 +55,12 @@ class Hunt(vf.Task[Data, Guesses]):
         return trace.num_turns
     # more
 
-class Hunts(vf.Taskset[Hunt, vf.TasksetConfig]):
+class Answers(vf.TasksetConfig):
+    answers: list[int] = [3, 5]
+
+class Hunts(vf.Taskset[Hunt, Answers]):
     def load(self):
-        for answer in (3, 5):
+        for answer in self.config.answers:
             yield Hunt(Data(prompt="Find the number.", system_prompt="Be quick.", answer=answer), self.config.task)
 
 __all__ = ["Hunts"]
@@ -108,6 +111,16 @@ def test_tools_and_rewards_of_a_taskset(hunt: str) -> None:
     wrong.answer(turn("It is 9.")).result(600)
     assert right.finish().result(600).reward == 1.0 - 2 * 0.125, "right, in two guesses"
     assert wrong.finish().result(600).reward == -0.125, "each completion has a state of its own"
+
+
+def test_options_of_a_taskset(hunt: str) -> None:
+    environment = load_environment(hunt, "task.environment", timeout_s=600, options={"answers": [7]})
+    assert isinstance(environment, ToolEnvironment)
+    episode, _ = begin(environment, 0)
+    answered = episode.answer(turn(call("numbers_guess", '{"number": 7}'))).result(600)
+    assert answered.calls[0].result == "right"
+    with pytest.raises(RecipeError, match="solutions"):
+        load_environment(hunt, "task.environment", options={"solutions": [7]})
 
 
 def test_a_task_that_is_not_there(hunt: str) -> None:

@@ -15,12 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pydantic import PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
+from oncurve.agents.tool_environment import TOOL_TIMEOUT_S, ToolEnvironment
 from oncurve.errors import DataError, MissingPackage, RecipeError, pip_install
 from oncurve.recipe.schema import sections
 from oncurve.recipe.schema.base import Section, Share
-from oncurve.records import Example, History, Prompt, is_text
+from oncurve.records import Environment, Example, History, Prompt, StatefulEnvironment, is_text
 from oncurve.rng import philox_generator
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.tasks.data.row_reader import RowReader
@@ -67,13 +68,16 @@ class FileOptions(Section):
     `gymnasium:ID`, `textarena:ID`, `openenv:URL` or `verifiers:ID`. A class with `calls` and `reply` is a pure function of
     the conversation. A class with `reset(**columns)` has a state: each completion gets an instance, whose public methods are
     tools. Unset: no environment."""
+    environment_options: dict[str, Any] = Field(default={})
+    """Arguments with which the environment is created, as a table: those of a class of yours, of `gymnasium.make` (such as
+    `{ is_slippery = false }`), of `textarena.make`, or of a taskset's configuration in verifiers."""
     tools: tuple[str | McpTools, ...] = ()
     """Functions that the model can call, as `file.py:name`, with type hints and a docstring; the chat template shows them.
     `{ mcp = "python server.py" }` adds the tools of an MCP server."""
     max_turns: PositiveInt | None = None
     """With tools: the most turns that the model has in a completion; calls in the last one are not run. Unset: as many as
     `max_new_tokens` allows."""
-    tool_timeout_s: PositiveFloat = 10.0
+    tool_timeout_s: PositiveFloat = TOOL_TIMEOUT_S
     """Seconds that a call of a tool or of the environment may take. A longer one ends its completion."""
     history: History = "tokens"
     """With tools: what a turn follows if the chat template writes earlier turns in another way than they were sampled (it drops
@@ -90,10 +94,22 @@ class FileOptions(Section):
             template=self.prompt_template,
             chat=self.chat,
             system=self.system,
-            environment=load_environment(
-                self.environment, "task.environment", self.tools, self.max_turns, self.tool_timeout_s, self.history
-            ),
+            environment=self._environment(),
         )
+
+    def _environment(self) -> Environment | StatefulEnvironment | None:
+        """The environment. Raises RecipeError if the recipe sets a key that it does not use."""
+        turns = (self.max_turns, self.tool_timeout_s, self.history)
+        environment = load_environment(
+            self.environment, "task.environment", self.tools, *turns, options=self.environment_options
+        )
+        unused = {"environment_options": "an environment"} if self.environment is None else {}
+        if not isinstance(environment, ToolEnvironment):
+            unused |= dict.fromkeys(("max_turns", "tool_timeout_s", "history"), "tools, or an environment with `reset`,")
+        for key in unused.keys() & self.model_fields_set:
+            because = f"only {unused[key]} can use it, and this task has none"
+            raise RecipeError(f"task.{key}", getattr(self, key), because=because, fix=f"remove task.{key}")
+        return environment
 
 
 def build_file_task(config: sections.Task, options: FileOptions) -> PromptList:
