@@ -55,7 +55,8 @@ class AttentionContext(Protocol):
         ...
 
 
-UNSUPPORTED_ARGUMENTS = {"position_bias": "a learned position bias"}
+IGNORED_ARGUMENTS = {"position_ids"}
+"""Tensors that attention may be passed and need not read: queries and keys are rotated already."""
 
 
 def attention_forward(
@@ -72,14 +73,17 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls. Raises for features that no context implements.
+    """The attention function that transformers calls. Raises for every tensor that no context implements: a mask that the layer
+    builds itself (Doge), a position bias (Inkling), or the keys that it chose (DeepSeek V3.2, MiniMax M3).
 
     Latent attention (DeepSeek) has values that are narrower than its queries and keys: they are padded with zeros, so that
     the KV cache has one size. ``s_aux`` are attention sinks (gpt-oss).
     """
-    for name, feature in UNSUPPORTED_ARGUMENTS.items():
-        if arguments.get(name) is not None:
-            raise unsupported(type(module).__name__, feature)
+    if attention_mask is not None:
+        raise unsupported(type(module).__name__, "a mask of its own")
+    for name in arguments.keys() - IGNORED_ARGUMENTS:
+        if isinstance(arguments[name], Tensor):
+            raise unsupported(type(module).__name__, f"an argument of its own ({name})")
     if attention_context is None:
         raise unsupported(type(module).__name__, "layers that drop forward arguments")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from oncurve.errors import ModelError
-from oncurve.models.attention_interface import NAME
+from oncurve.models.attention_interface import NAME, attention_forward
 from oncurve.models.policy import Policy
 from tests.models.architectures import tokenizer
 
@@ -51,6 +51,15 @@ def test_a_family_outside_the_attention_interface_takes_the_general_path(family:
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3_moe", "starcoder2"])
 def test_a_family_inside_it_runs_through_our_attention(family: str) -> None:
     assert Policy(build(family), tokenizer()).general_reason is None
+
+
+@pytest.mark.parametrize("argument", ["attention_mask", "block_indices", "indices", "position_bias"])
+def test_a_tensor_that_no_context_reads_is_never_ignored(argument: str) -> None:
+    """MiniMax M3 and DeepSeek V3.2 pass the keys that they chose, Doge a mask, Inkling a bias."""
+    arguments = {"attention_mask": None, argument: torch.zeros(1, 1, 2, 2)}
+    x = torch.zeros(1, 1, 2, 4)
+    with pytest.raises(ModelError, match="of its own"):
+        attention_forward(torch.nn.Identity(), x, x, x, **arguments)
 
 
 def test_a_model_that_is_not_causal_is_refused() -> None:

@@ -74,6 +74,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "ministral3",
         rope("yarn", factor=4.0, original_max_position_embeddings=16, llama_4_scaling_beta=0.5),
     ),
+    "minimax_m3_vl_text, chosen blocks of keys": (
+        "minimax_m3_vl_text",
+        {
+            "layer_types": ["minimax_m3_sparse"] * 2,
+            "index_n_heads": 2,
+            "index_head_dim": 8,
+            "index_block_size": 16,
+            "index_topk_blocks": 2,
+        },
+    ),  # fmt: skip
     "phimoe, no window": ("phimoe", {"sliding_window": None}),
     "phimoe, wide window": ("phimoe", {"sliding_window": 4096}),
     "qwen2, window": ("qwen2", WINDOWS),
