@@ -29,6 +29,12 @@ CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 """The names under which recurrent layers of transformers receive their cache."""
 DELTA_RULE = "torch_recurrent_gated_delta_rule"
 """The function of transformers' modeling modules that computes the gated delta rule token by token."""
+MAMBA2_STEP = "mamba2_selective_state_update"
+"""The one that computes one token of Mamba 2."""
+
+
+NO_LIMIT = (0.0, float("inf"))
+"""Limits of a step size, which is positive anyway."""
 
 
 class LayerState:
@@ -126,6 +132,9 @@ class RecurrentLayer(nn.Module):
     """Mixed into the class of a recurrent layer by `attach`: with an attention context, the context runs the layer."""
 
     layer_idx: int
+    copies_state = True
+    """Whether a state is copied before a token that may overwrite it (Mamba 2). The gated delta rule makes a new state, and our
+    kernel for it overwrites only those of active slots."""
 
     def forward(self, hidden_states: Tensor, *arguments: Any, attention_context: Any = None, **options: Any) -> Any:
         attention_context = attention_context or _CONTEXT.get()
@@ -135,10 +144,15 @@ class RecurrentLayer(nn.Module):
 
     def run(self, hidden_BTD: Tensor, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """The layer's own forward from a state; see `RunLayer`."""
-        # A layer may write the convolution's last inputs in place; the state that was passed in must not change.
+        # A layer may write a state in place; the state that was passed in must not change.
         before = state or LayerState()
-        after = LayerState({i: x.clone() for i, x in before.conv_states.items()}, dict(before.recurrent_states))
-        out: Tensor = super().forward(hidden_BTD, **{_cache_argument(type(self).__mro__[2]): after})
+        recurrent = {i: x.clone() if self.copies_state else x for i, x in before.recurrent_states.items()}
+        after = LayerState({i: x.clone() for i, x in before.conv_states.items()}, recurrent)
+        token = _STEP_LIMIT.set(getattr(self, "time_step_limit", None))
+        try:
+            out: Tensor = super().forward(hidden_BTD, **{_cache_argument(type(self).__mro__[2]): after})
+        finally:
+            _STEP_LIMIT.reset(token)
         return out, after
 
 
@@ -146,7 +160,7 @@ def recur_in_pack(groups: Sequence[tuple[int, int, Sequence[int]]], hidden_1ND: 
     """A recurrent layer over a pack: the completions of a group start from the state at the end of their prompt.
 
     ``groups`` holds each group's first token, prompt length and completion lengths. Completions are padded at the end, which
-    changes nothing before it.
+    changes nothing before it, and to two tokens at least: for a single one, layers have a form without a gradient.
     """
     parts: list[Tensor] = []
     for start, prompt, lengths in groups:
@@ -155,7 +169,9 @@ def recur_in_pack(groups: Sequence[tuple[int, int, Sequence[int]]], hidden_1ND: 
         if any(lengths):
             first = start + prompt
             rows = hidden_1ND[0, first : first + sum(lengths)].split(list(lengths))  # type: ignore[no-untyped-call]
-            out_GTD, _ = run(pad_sequence(list(rows), batch_first=True), state.repeat(len(rows)))
+            rows_GTD = pad_sequence(list(rows), batch_first=True)
+            rows_GTD = nn.functional.pad(rows_GTD, (0, 0, 0, max(0, 2 - rows_GTD.shape[1])))
+            out_GTD, _ = run(rows_GTD, state.repeat(len(rows)))
             parts.extend(out_TD[:length] for out_TD, length in zip(out_GTD, lengths, strict=True))
     return torch.cat(parts)[None]
 
@@ -186,9 +202,12 @@ def attach(model: PreTrainedModel, backbone: nn.Module) -> None:
     finally:
         for hook in hooks:
             hook.remove()
-    for name in {type(module).__module__ for module in cache.recurrent}:
-        _let_kernels_step(sys.modules[name])
-    kinds = {type(module): type(type(module).__name__, (RecurrentLayer, type(module)), {}) for module in cache.recurrent}
+    kinds: dict[type[nn.Module], type[nn.Module]] = {}
+    for kind in {type(module) for module in cache.recurrent}:
+        modeling = sys.modules[kind.__module__]
+        _let_kernels_step(modeling)
+        _limit_steps(modeling)
+        kinds[kind] = type(kind.__name__, (RecurrentLayer, kind), {"copies_state": not hasattr(modeling, DELTA_RULE)})
     for module in cache.recurrent:
         module.__class__ = kinds[type(module)]
 
@@ -227,6 +246,32 @@ def _let_kernels_step(modeling: ModuleType) -> None:
 
     step.plain_rule = rule  # type: ignore[attr-defined]
     setattr(modeling, DELTA_RULE, step)
+
+
+_STEP_LIMIT: ContextVar[Sequence[float] | None] = ContextVar("oncurve_step_limit", default=None)
+
+
+def _limit_steps(modeling: ModuleType) -> None:
+    """Let one token of Mamba 2 keep the limits of its step size, as several tokens at once do: transformers passes them only
+    to the latter (Nemotron-H)."""
+    rule = getattr(modeling, MAMBA2_STEP, None)
+    if rule is None or hasattr(rule, "plain_rule"):
+        return
+
+    @functools.wraps(rule)
+    def step(
+        state: Tensor, hidden_states: Tensor, dt: Tensor, *arguments: Any,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, **options: Any,
+    ) -> Any:  # fmt: skip
+        limit = _STEP_LIMIT.get()
+        if limit is not None and tuple(limit) != NO_LIMIT:
+            dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+            dt = (nn.functional.softplus(dt) if dt_softplus else dt).clamp(*limit)
+            dt_bias, dt_softplus = None, False
+        return rule(state, hidden_states, dt, *arguments, dt_bias=dt_bias, dt_softplus=dt_softplus, **options)
+
+    step.plain_rule = rule  # type: ignore[attr-defined]
+    setattr(modeling, MAMBA2_STEP, step)
 
 
 class _CacheSpy(DynamicCache):  # type: ignore[misc]

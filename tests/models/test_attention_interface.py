@@ -56,7 +56,7 @@ def test_a_family_inside_it_runs_through_our_attention(family: str) -> None:
 @pytest.mark.parametrize("argument", ["attention_mask", "block_indices", "indices", "position_bias"])
 def test_a_tensor_that_no_context_reads_is_never_ignored(argument: str) -> None:
     """MiniMax M3 and DeepSeek V3.2 pass the keys that they chose, Doge a mask, Inkling a bias."""
-    arguments = {"attention_mask": None, argument: torch.zeros(1, 1, 2, 2)}
+    arguments: dict[str, Any] = {"attention_mask": None, argument: torch.zeros(1, 1, 2, 2)}
     x = torch.zeros(1, 1, 2, 4)
     with pytest.raises(ModelError, match="of its own"):
         attention_forward(torch.nn.Identity(), x, x, x, **arguments)

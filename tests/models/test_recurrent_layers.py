@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.nemotron_h import modeling_nemotron_h
 
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
@@ -40,6 +41,14 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {**LAYERS, **DELTA_NET},
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "nemotron_h": {
+        "layers_block_type": ["mamba", "attention"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "head_dim": 8,
+    },
 }
 ROUNDING = 2e-4
 """Delta-nets normalise queries and keys in float32: for short random vectors this enlarges differences of 1e-6."""
@@ -115,7 +124,7 @@ def test_gradients_flow_through_the_state_of_a_shared_prompt(family: str) -> Non
 
 
 @pytest.mark.parametrize("is_slow", [False, True])
-@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2", "nemotron_h"])
 def test_an_environment_replies_within_the_state(family: str, is_slow: bool) -> None:
     """A slow one parks its slot: the others advance, and its state stays as it is."""
     policy, calls = open_hybrid(family), ("a", "b", "c", "d")
@@ -175,6 +184,30 @@ def test_fisher_products_see_the_state() -> None:
     logp_MV = vocab_logps(policy, pack, 1.0)
     expected_M, _ = policy.pack_logps(pack)
     torch.testing.assert_close(logp_MV.gather(1, pack.target_M[:, None])[:, 0], expected_M, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "mamba2"])
+def test_gradients_of_completions_with_one_input(family: str) -> None:
+    """For a single token and a state, Mamba 2 has a form that overwrites the state, and no gradient."""
+    policy, ids = open_hybrid(family), np.arange(3, 9)
+    pack = build_pack([PrefixGroup(ids[:3], (ids[3:5], ids[4:6]), (0, 1))], policy.device)
+    policy.pack_logps(pack)[0].sum().backward()  # type: ignore[no-untyped-call]
+    assert all(p.grad is None or p.grad.isfinite().all() for p in policy.model.parameters())
+
+
+def test_sixteen_bits_hide_no_difference_between_a_sequence_and_its_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers decodes Nemotron-H without the limit of its step size: outputs differ by 1 %, as by rounding to bfloat16."""
+    monkeypatch.setenv("ONCURVE_CACHE", str(tmp_path))
+    limited = Policy(hybrid("nemotron_h").to(torch.bfloat16), tokenizer())
+    assert limited.general_reason is None
+    step = modeling_nemotron_h.mamba2_selective_state_update
+    monkeypatch.setattr(modeling_nemotron_h, "mamba2_selective_state_update", step.plain_rule)
+    monkeypatch.setattr(recurrent_layers, "_limit_steps", lambda modeling: None)
+    monkeypatch.setenv("ONCURVE_CACHE", str(tmp_path / "empty"))
+    unlimited = Policy(hybrid("nemotron_h").to(torch.bfloat16), tokenizer())
+    assert "token by token" in (unlimited.general_reason or "")
 
 
 def test_a_layer_whose_state_is_wrong_takes_another_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -83,7 +83,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "index_block_size": 16,
             "index_topk_blocks": 2,
         },
-    ),  # fmt: skip
+    ),
     "phimoe, no window": ("phimoe", {"sliding_window": None}),
     "phimoe, wide window": ("phimoe", {"sliding_window": 4096}),
     "qwen2, window": ("qwen2", WINDOWS),
