@@ -1,8 +1,8 @@
 """Registers our attention with transformers. Sampler and learner both run a model's layers through it.
 
 transformers passes q, k and v of each layer to a named attention function. Ours forwards them to an `AttentionContext`: an
-object that knows how the tokens of this forward pass are arranged (a pack, a prefill, a decode step) and that travels through
-the model as the forward argument ``attention_context``. No mask function is registered under our name, so transformers builds
+object that knows how the tokens of this forward pass are arranged (a pack, a prefill, a decode step), set for the pass by
+`recurrent_layers.running_in`. No mask function is registered under our name, so transformers builds
 no mask.
 
 Shapes: q is [batch, H, tokens, d], k and v are [batch, K, tokens, d], H = K·rep. Windows are measured in positions.
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from oncurve.errors import ModelError
-from oncurve.models.recurrent_layers import RunLayer
+from oncurve.models.recurrent_layers import CONTEXT, RunLayer
 
 NAME = "oncurve"
 
@@ -69,7 +69,6 @@ def attention_forward(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    attention_context: AttentionContext | None = None,
     s_aux: Tensor | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
@@ -84,8 +83,9 @@ def attention_forward(
     for name in arguments.keys() - IGNORED_ARGUMENTS:
         if isinstance(arguments[name], Tensor):
             raise unsupported(type(module).__name__, f"an argument of its own ({name})")
+    attention_context: AttentionContext | None = CONTEXT.get()
     if attention_context is None:
-        raise unsupported(type(module).__name__, "layers that drop forward arguments")
+        raise unsupported(type(module).__name__, "a forward outside of a pass of ours")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = module.layer_idx
     assert isinstance(layer, int)

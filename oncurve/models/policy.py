@@ -342,7 +342,7 @@ def run_backbone(policy: Policy, input_ids: Tensor, position_ids: Tensor, attent
             fix="use another stage than trpo, or another model family",
         )
     with recurrent_layers.running_in(attention):
-        out = policy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False, attention_context=attention)
+        out = policy.backbone(input_ids=input_ids, position_ids=position_ids, use_cache=False)
     hidden: Tensor = out.last_hidden_state
     return hidden
 

@@ -114,18 +114,18 @@ RunLayer = Callable[[Tensor, LayerState | None], tuple[Tensor, LayerState]]
 """A recurrent layer: inputs [batch, tokens, D] and the state before them to outputs and the state after them."""
 
 
-_CONTEXT: ContextVar[Any] = ContextVar("oncurve_attention_context", default=None)
+CONTEXT: ContextVar[Any] = ContextVar("oncurve_attention_context", default=None)
+"""The attention context of the forward pass that runs. Not a forward argument: some layers don't pass those on (StableLM)."""
 
 
 @contextmanager
 def running_in(attention_context: Any) -> Iterator[None]:
-    """Within this context, recurrent layers run in this attention context. Attention receives it as an argument, which the
-    layers of some versions of transformers do not pass on to their recurrent parts (LFM2 in 5.17)."""
-    token = _CONTEXT.set(attention_context)
+    """Within this context, attention and recurrent layers run in this attention context."""
+    token = CONTEXT.set(attention_context)
     try:
         yield
     finally:
-        _CONTEXT.reset(token)
+        CONTEXT.reset(token)
 
 
 class RecurrentLayer(nn.Module):
@@ -136,8 +136,8 @@ class RecurrentLayer(nn.Module):
     """Whether a state is copied before a token that may overwrite it (Mamba 2). The gated delta rule makes a new state, and our
     kernel for it overwrites only those of active slots."""
 
-    def forward(self, hidden_states: Tensor, *arguments: Any, attention_context: Any = None, **options: Any) -> Any:
-        attention_context = attention_context or _CONTEXT.get()
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Any:
+        attention_context = CONTEXT.get()
         if attention_context is None:
             return super().forward(hidden_states, *arguments, **options)
         return attention_context.recur(self.layer_idx, hidden_states, self.run)

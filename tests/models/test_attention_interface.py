@@ -48,7 +48,7 @@ def test_a_family_outside_the_attention_interface_takes_the_general_path(family:
     assert policy.model.config._attn_implementation != NAME
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "qwen3_moe", "starcoder2"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "nemotron", "qwen3_moe", "stablelm", "starcoder2"])
 def test_a_family_inside_it_runs_through_our_attention(family: str) -> None:
     assert Policy(build(family), tokenizer()).general_reason is None
 

@@ -29,7 +29,7 @@ from oncurve.models import attention_interface
 from oncurve.models.attention_interface import AttentionContext, ScoreRule
 from oncurve.models.lora import base_linear, is_plain
 from oncurve.models.packing import PrefixGroup, build_pack
-from oncurve.models.recurrent_layers import RunLayer
+from oncurve.models.recurrent_layers import RunLayer, running_in
 from oncurve.models.self_check import FAILURES
 
 PROBE_TOKENS = 12
@@ -340,11 +340,9 @@ def _describe(model: PreTrainedModel) -> DecoderDescription:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(embedding.num_embeddings, (PROBE_TOKENS,), generator=generator).numpy()
     pack = build_pack([PrefixGroup(ids[:1], (ids[1:],), (0,))], model.device)
-    with trace.hooks():
-        out = backbone(
-            input_ids=pack.input_ids, position_ids=_spread_positions(model, pack.input_ids.shape[1]), use_cache=False,
-            attention_context=_TracedAttention(pack.attention, trace),
-        ).last_hidden_state  # fmt: skip
+    positions = _spread_positions(model, pack.input_ids.shape[1])
+    with trace.hooks(), running_in(_TracedAttention(pack.attention, trace)):
+        out = backbone(input_ids=pack.input_ids, position_ids=positions, use_cache=False).last_hidden_state
     if len(trace.layers) != count:
         raise Undescribed("layers that are not called once each")
     last = [call for call in trace.outside if call.output is out and _same(call.input, trace.layers[-1].output)]

@@ -51,6 +51,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {},
     "mixtral": {},
     "glm4_moe": {},
+    "nemotron": {},
+    "stablelm": {"use_parallel_residual": True},
 }  # fmt: skip
 
 QUICK = ("gemma3_text", "olmo2", "cohere2", "glm4", "qwen3_moe")
