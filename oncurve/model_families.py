@@ -23,7 +23,7 @@ PATHS = {
     "attention": "our attention: a group's completions share their prompt; plain decoders have a fused decode step on a GPU",
     "general": "general path: transformers' own forward and cache, slower but equally exact",
     "uncached": "general path without a cache: every token runs the complete sequence again, which is very slow",
-    "refused": "refused: no path gives the log-probs of its own forward",
+    "refused": "refused: it can't be trained",
     "unknown": "unknown family: which path it takes is found out when it is opened",
 }
 
@@ -44,10 +44,10 @@ def family_paths() -> Mapping[str, FamilyPath]:
 
 
 def expected_path(config: Mapping[str, Any]) -> FamilyPath:
-    """The path that a model with this config.json will take, as far as its family determines it. In a multimodal config the
-    family is that of the text model."""
-    text = config.get("text_config")
-    names = (config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None)
-    return next(
-        (family_paths()[name] for name in names if isinstance(name, str) and name in family_paths()), FamilyPath("unknown")
-    )
+    """The path that a model with this config.json will take, as far as its family determines it."""
+    if (path := family_paths().get(str(config.get("model_type")))) is not None:
+        return path
+    inputs = [name for name in ("vision", "audio") if config.get(f"{name}_config") is not None]
+    if inputs and "auto_map" not in config:  # else its own code decides
+        return FamilyPath("refused", f"{' and '.join(inputs)} input: only text can be trained on")
+    return FamilyPath("unknown")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from oncurve.errors import MissingPackage, ModelError, RecipeError
+from oncurve.model_families import expected_path
 from oncurve.models.heads.classifier import build_classifier
 from oncurve.models.loading.load import ModelSummary, load_policy
 from oncurve.recipe.schema.model import Model, TinyModel
@@ -105,6 +107,7 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
 def test_a_model_that_is_no_decoder_of_text_is_refused(family: str, message: str, tmp_path: Path) -> None:
     source = Path(saved(tmp_path / "m", PLAIN))
     AutoConfig.for_model(family).save_pretrained(source)
+    assert expected_path(json.loads((source / "config.json").read_text())).path in ("refused", "unknown")
     with pytest.raises(ModelError, match=message) as caught:
         load_policy(Model(source=str(source)), alphabet=None, seed=0)
     assert "AutoModel" not in caught.value.because
