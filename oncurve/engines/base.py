@@ -247,8 +247,12 @@ def draft_width(draft: Draft, slots: int, device: torch.device) -> int:
     """Rows of a slot in each step: 1 without drafts, else as many as the device's limit allows. It is a function of recorded
     settings alone, because steps of other shapes round differently. `auto` has no drafts: rows that are not accepted cost time.
     The C functions, whose bits do not depend on the number of rows, need no width."""
-    rows = MAX_ROWS_GPU if device.type == "cuda" else MAX_ROWS_CPU
-    return 1 if draft in ("off", "auto") else min(MAX_WIDTH, max(1, rows // slots))
+    return 1 if draft in ("off", "auto") else min(MAX_WIDTH, max(1, max_rows(device) // slots))
+
+
+def max_rows(device: torch.device) -> int:
+    """The most rows of all slots in a step with drafts."""
+    return MAX_ROWS_GPU if device.type == "cuda" else MAX_ROWS_CPU
 
 
 def encode_prompts(policy: Policy, prompts: Sequence[Prompt], sampling: Sampling) -> list[Ints]:

@@ -145,6 +145,28 @@ def _check_warmup(recipe: Recipe, stage: Stage) -> Problems:
 def _check_patience(recipe: Recipe, stage: Sft) -> Problems:
     if stage.patience is not None and not (stage.heldout_share and stage.eval_every):
         because = "it counts evaluations of the held-out loss, and there are none"
+def _check_drafts(recipe: Recipe) -> Problems:
+    """Drafts that the recipe asks for must be possible in one of its stages at least."""
+    if recipe.engine.draft in ("auto", "off"):
+        return
+    fix = 'use "auto" or "off"'
+    if recipe.scale.engine != "native":
+        because = 'vLLM samples (scale.engine = "vllm"), and only the native engine makes these drafts'
+        yield RecipeError("engine.draft", recipe.engine.draft, because=because, fix=fix)
+    stages = [stage for stage in recipe.rollout_stages if stage.uses_policy]
+    reasons = [_reason_for_no_drafts(recipe, stage) for stage in stages]
+    if stages and all(reasons):
+        because = f"no stage could use drafts: with {' and '.join(dict.fromkeys(map(str, reasons)))} there are none"
+        yield RecipeError("engine.draft", recipe.engine.draft, because=because, fix=fix)
+
+
+def _reason_for_no_drafts(recipe: Recipe, stage: RolloutStage) -> str | None:
+    if stage.records_routing:
+        return f"{stage.label}.{'routing_replay' if getattr(stage, 'routing_replay', False) else 'balance_loss'}"
+    by_template = task_for_stage(recipe, stage).options.get("history") == "template"
+    return 'task.history = "template"' if by_template else None
+
+
         fix = "set heldout_share (0.1 is usual) and eval_every"
         yield RecipeError(f"{stage.label}.patience", stage.patience, because=because, fix=fix)
 
@@ -541,6 +563,7 @@ STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...
         _check_clip,
         _check_fixed_advantage,
         _check_length_budget,
+    _check_drafts,
         _check_iterated_reward,
         _check_curriculum,
         _check_carry_over,

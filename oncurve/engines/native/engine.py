@@ -15,6 +15,7 @@ from oncurve import kernels
 from oncurve.engines.base import (
     MAX_EARLIER,
     MAX_REMEMBERED,
+    SLOTS_GPU,
     BegunCompletion,
     PassCounts,
     ReplyStore,
@@ -22,6 +23,7 @@ from oncurve.engines.base import (
     SampleRequest,
     WeightSource,
     draft_width,
+    max_rows,
     slots_for,
 )
 from oncurve.engines.native.c_decoder import CRunner, can_decode
@@ -71,7 +73,36 @@ class NativeEngine:
 
     @property
     def log_lines(self) -> tuple[str, ...]:
-        """What the self-check found and cost, after a warning if sampling is slower here than it could be."""
+        """What the self-check found and cost, after a warning if sampling is slower here than it could be, and after what a
+        recipe that asks for drafts gets."""
+        drafts = () if self.settings.draft in ("auto", "off") else (self._draft_line(),)
+        return (*drafts, *self._speed_lines())
+
+    def _draft_line(self) -> str:
+        slots = slots_for(self, SLOTS_GPU)
+        if self.policy.uses_c:
+            other = f"in torch (agents, environments, truncated sampling) at least {self._draft_width(slots)} rows per slot"
+            return f"drafts: C verifies them in rows that a pass has to spare; {other}"
+        reason = self._reason_for_no_drafts(slots)
+        return f"no drafts, because {reason}" if reason else f"drafts: {self._draft_width(slots)} rows per slot"
+
+    def _reason_for_no_drafts(self, slots: int) -> str | None:
+        """Why CUDA graphs or torch compute a single row of each slot; None if they compute more."""
+        if recurrent_layers.is_attached(self.policy.model):
+            return "the model has recurrent layers, whose state can't be taken back from a token that is not accepted"
+        if self.policy.general_reason is not None:
+            return "transformers' own forward decodes the model, one token at a time"
+        if self.policy.device.type != "cpu" and self.graph_decoder is None:
+            return "torch decodes on the GPU, and would wait for each draft"
+        if self._draft_width(slots) == 1:
+            most = max_rows(self.policy.device)
+            return f"a step computes {most} rows, and there are {slots} slots: set engine.slots = {most // 2} or less"
+        return None
+
+    def _draft_width(self, slots: int) -> int:
+        return draft_width(self.settings.draft, slots, self.policy.device)
+
+    def _speed_lines(self) -> tuple[str, ...]:
         is_fused = self.policy.fast_backbone is not None or self.policy.fused_weights is not None
         check = self.policy.check.log_line(is_fused=is_fused, module_reason=self.policy.module_reason)
         dtype = self.policy.model.dtype
@@ -216,8 +247,8 @@ class NativeEngine:
         # drafts are looked for in the texts of requests: a sequence with a context of its own belongs to none. The experts of
         # rows that are not accepted are not recorded.
         has_states = recurrent_layers.is_attached(self.policy.model)
-        can_draft = not has_states and not by_template and not records
-        width = draft_width(self.settings.draft, slots, self.policy.device) if can_draft else 1
+        can_draft = self._reason_for_no_drafts(slots) is None and not by_template and not records
+        width = self._draft_width(slots) if can_draft else 1
         if self.graph_decoder is not None and not (forces and has_states):
             from oncurve.engines.cuda.runner import CudaRunner
 
@@ -237,7 +268,6 @@ class NativeEngine:
         if not episodes and can_decode(self.policy, sampling):
             cache = KVCache(blocks, R, sampling.max_new_tokens)
             return CRunner(self.policy, cache, sampling, check_every, self.settings.draft)
-        width = width if self.policy.device.type == "cpu" else 1  # each step would wait for the host
         cache = KVCache(blocks, R, sampling.max_new_tokens + width - 1, idle_blocks(blocks, R, width))
         drafts: dict[str, Any] = {"width": width, "draft": self.settings.draft}
         return TorchRunner(self.policy, cache, sampling, check_every, forces=forces, records_routing=records, **drafts)

@@ -22,6 +22,7 @@ from tests.engines.native.test_c_decoder import make_model as repetitive_model
 from tests.engines.native.test_turns import Echo, LongEcho, prompt_with
 from tests.engines.native.test_turns import policy as talking_policy
 from tests.models.architectures import adapted, make_model, tokenizer
+from tests.models.tiny_families import tiny_model
 
 PROMPTS = [prompt_of(n, name) for name, n in zip("ab", (9, 66), strict=True)]
 T = 66  # a page of the KV cache, and two tokens
@@ -285,3 +286,27 @@ def test_a_cancelled_request_leaves_its_slot_and_texts() -> None:
     assert not session.runner.drafter.texts
     found, alone = (answers(s, [1])[1] for s in (session, torch_session(policy("repetitive"), 4, 32, "own")))
     assert [[(t.token_id, t.logp) for t in s] for s in found] == [[(t.token_id, t.logp) for t in s] for s in alone]
+
+
+@pytest.mark.parametrize(
+    ("name", "slots", "line"),
+    [
+        ("gemma2", 4, "drafts: 8 rows per slot"),
+        ("gemma2", 16, "drafts: 2 rows per slot"),
+        ("gemma2", 17, "no drafts, because a step computes 32 rows, and there are 17 slots: set engine.slots = 16 or less"),
+        ("mamba2", 4, "no drafts, because the model has recurrent layers"),
+        ("gptj", 4, "no drafts, because transformers' own forward decodes the model"),
+    ],
+)
+def test_the_log_says_how_many_rows_drafts_have_or_why_there_are_none(name: str, slots: int, line: str) -> None:
+    model = policy(name) if name == "gemma2" else Policy(tiny_model(name), tokenizer())
+    for draft in ("group", "own"):
+        engine = NativeEngine(model, Engine(slots=slots, draft=draft))
+        assert engine.log_lines[0].startswith(line)
+        runner = engine.build_runner([SampleRequest(PROMPTS[0], prompt_ids(model), slots, Sampling(), SampleKey(0, 1))])
+        assert getattr(runner, "width", 1) == (int(line.split()[1]) if line.startswith("drafts") else 1)
+    assert not any("drafts" in text for text in NativeEngine(model, Engine(slots=slots)).log_lines)
+
+
+def prompt_ids(policy: Policy) -> Ints:
+    return policy.encode(PROMPTS[0])
