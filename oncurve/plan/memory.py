@@ -28,9 +28,21 @@ TABLES = 8
 """Float32 tables of [tokens, vocabulary] that the second derivative keeps."""
 
 
-def table_bytes(tokens: int, vocabulary: int, fisher_share: float) -> int:
-    """Every token's distribution before the step, and the second derivative's tables of the tokens with measured curvature."""
-    return 4 * vocabulary * (tokens + TABLES * ceil(fisher_share * tokens))
+def fisher_groups(groups: int, share: float) -> list[int]:
+    """The indices of the groups on which a natural gradient measures curvature: this share of them, rounded up, evenly spaced.
+
+    Example: ``fisher_groups(5, 0.6)`` is ``[0, 1, 3]``
+    """
+    return [int(i / share + ROUNDING) for i in range(max(1, ceil(share * groups - ROUNDING)))]
+
+
+ROUNDING = 1e-9
+"""0.1 × 30 groups are 3, and 0.3 / 0.1 is 3, although floats differ in the last bit."""
+
+
+def table_bytes(groups: int, group_tokens: int, vocabulary: int, fisher_share: float) -> int:
+    """Every token's distribution before the step, and the second derivative's tables of the groups with measured curvature."""
+    return 4 * vocabulary * group_tokens * (groups + TABLES * len(fisher_groups(groups, fisher_share)))
 
 
 def parameters_with_room(memory: int, tables: int) -> int:
@@ -254,7 +266,7 @@ def _update_peak(job: Job) -> dict[str, float]:
 
 def curvature_tables(job: Job) -> int:
     """The distributions of a step's tokens that a natural gradient needs."""
-    return table_bytes(job.rows * job.new_tokens, job.shape.vocabulary, job.fisher_share)
+    return table_bytes(job.rank_prompts, job.sequences * job.new_tokens, job.shape.vocabulary, job.fisher_share)
 
 
 def _temporary_gradients(critic: ModelShape, job: Job) -> float:

@@ -27,7 +27,7 @@ from oncurve.models.device_memory import free_memory
 from oncurve.models.fisher import Fisher, flatten, policy_distributions, set_parameters
 from oncurve.models.packing import Pack
 from oncurve.models.policy import Policy
-from oncurve.plan.memory import VECTOR_BYTES, parameters_with_room, table_bytes
+from oncurve.plan.memory import VECTOR_BYTES, fisher_groups, parameters_with_room, table_bytes
 from oncurve.recipe.schema.stages import Trpo
 from oncurve.records import GradedGroup, ScoredGroup
 from oncurve.rewards.mix import RewardMix
@@ -135,8 +135,8 @@ class TrpoLearner(Learner):
 
     def _fisher_packs(self, groups: Sequence[GradedGroup]) -> list[tuple[Pack, Tensor]]:
         """The packs on which the Fisher matrix is measured (``fisher_share`` of the groups), with each token's weight."""
-        stride = max(1, int(1 / self.trpo.fisher_share))
-        chosen = [g for g in groups[::stride] if any(g.graded)] or [g for g in groups if any(g.graded)][:1]
+        measured = [groups[i] for i in fisher_groups(len(groups), self.trpo.fisher_share)]
+        chosen = [g for g in measured if any(g.graded)] or [g for g in groups if any(g.graded)][:1]
         tokens = self._loss_denominators(chosen).tokens
         batch = self._build_micro_batches(chosen, range(len(chosen)))
         return [(micro.pack, micro.mask_M.to(micro.advantage_M.dtype) / max(tokens, 1)) for micro in batch]
@@ -213,5 +213,5 @@ def check_memory(stage: Trpo, policy: Policy) -> None:
 
 def parameters_that_fit(memory: int, stage: Trpo, vocabulary: int) -> int:
     """How many trained parameters a trpo stage has memory for, besides the model itself."""
-    tokens = stage.prompts_per_step * stage.group_size * stage.max_new_tokens
-    return parameters_with_room(memory, table_bytes(tokens, vocabulary, stage.fisher_share))
+    group_tokens = stage.group_size * stage.max_new_tokens
+    return parameters_with_room(memory, table_bytes(stage.prompts_per_step, group_tokens, vocabulary, stage.fisher_share))

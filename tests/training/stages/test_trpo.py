@@ -15,6 +15,7 @@ from oncurve.errors import ModelError, RecipeError
 from oncurve.models.fisher import Fisher, flatten, vocab_logps
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
+from oncurve.plan.memory import fisher_groups
 from oncurve.recipe.schema.model import Model, TinyModel
 from oncurve.recipe.schema.stages import Trpo
 from oncurve.records import GradedGroup
@@ -131,6 +132,19 @@ def test_the_fisher_matrix_is_measured_on_a_share_of_the_groups() -> None:
     result = learner._fisher_packs(groups(count=4))
     assert sum(pack.rows for pack, _ in result) == 6
     assert sum(float(weight.sum()) for _, weight in result) == pytest.approx(1.0)
+    learner = TrpoLearner(policy(), stage(fisher_share=0.6))
+    assert sum(pack.rows for pack, _ in learner._fisher_packs(groups(count=5))) == 9, "3 of 5 groups of 3"
+
+
+def test_the_measured_groups_are_a_share_of_all_and_evenly_spaced() -> None:
+    """Shares of 1/k take every k-th group."""
+    for k in range(1, 12):
+        for count in range(1, 50):
+            assert fisher_groups(count, 1 / k) == list(range(0, count, k))
+    assert fisher_groups(16, 0.1) == [0, 10]
+    assert fisher_groups(10, 0.6) == [0, 1, 3, 5, 6, 8]
+    assert fisher_groups(10, 0.4) == [0, 2, 5, 7]
+    assert fisher_groups(10, 0.01) == [0]
 
 
 TRPO_RECIPE = ("grpo.type=trpo", "trpo.save_every=2", "trpo.fisher_share=0.5")
@@ -154,7 +168,7 @@ def test_a_model_that_is_too_large_is_refused_with_how_large_would_fit(tmp_path:
     """Before anything is trained: the sft stage before it has not started."""
     config = bare(*TRPO_RECIPE)
     own = stage(prompts_per_step=3, group_size=4, fisher_share=0.5, sampling={"max_new_tokens": 8})
-    tables = 4 * 30 * (96 + 8 * 48)
+    tables = 4 * 30 * (96 + 8 * 64)  # curvature on 2 of 3 groups
     assert parameters_that_fit(tables + 44 * 1000, own, 30) == 1000
     assert parameters_that_fit(10, own, 30) == 0
     monkeypatch.setattr(trpo, "free_memory", lambda device: 100_000)
