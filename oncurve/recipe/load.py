@@ -7,7 +7,7 @@ import copy
 import datetime
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,33 @@ def parse_recipe(data: Mapping[str, Any], sets: Sequence[str] = ()) -> Recipe:
     except ValidationError as error:
         raise as_recipe_error(error, Recipe, changed) from None
     return check_recipe(recipe)
+
+
+UNUSED_KEYS: Sequence[tuple[str, str, Callable[[Mapping[str, Any]], bool]]] = (
+    ("dpo", "margin", lambda stage: stage.get("loss") != "simpo"),
+    ("ppo", "critic.loss_weight", lambda stage: _value_at(stage, ["critic", "trunk"]) != "shared"),
+    ("grpo", "kl.estimator", lambda stage: _value_at(stage, ["kl", "beta"]) == 0),
+    ("grpo", "kl.on_cpu", lambda stage: _value_at(stage, ["kl", "beta"]) == 0),
+    ("ppo", "kl.estimator", lambda stage: _value_at(stage, ["kl", "beta"]) == 0),
+    ("ppo", "kl.on_cpu", lambda stage: _value_at(stage, ["kl", "beta"]) == 0),
+    *(
+        ("training_free", key, lambda stage: True)
+        for key in ("sampling.top_k", "sampling.min_p", "sampling.min_new_tokens", "mask_cut")
+    ),
+)
+"""(type of stage, key, when it did nothing): what 0.1.0 accepted, and `oncurve.recipe.validate` refuses now."""
+
+
+def drop_unused_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's recipe without the keys that did nothing when it was trained, and are refused now: runs of 0.1.0 still open."""
+    kept = copy.deepcopy(dict(tables))
+    for stage in _by_label(kept.get("stages")).values():
+        for kind, key, is_unused in UNUSED_KEYS:
+            *section, name = key.split(".")
+            table = _value_at(stage, section)
+            if stage.get("type") == kind and isinstance(table, dict) and is_unused(stage):
+                table.pop(name, None)
+    return kept
 
 
 def _depth_error(where: str) -> RecipeError:

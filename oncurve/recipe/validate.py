@@ -15,7 +15,19 @@ from oncurve.recipe.defaults import advantage_settings, kl_settings, mixed_tasks
 from oncurve.recipe.schema.base import STAGE_PREFIX
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward
-from oncurve.recipe.schema.stages import SELF, Distil, Grpo, PolicyGradientStage, Ppo, RolloutStage, Sft, Stage, StageBase, Trpo
+from oncurve.recipe.schema.stages import (
+    SELF,
+    Distil,
+    Grpo,
+    PolicyGradientStage,
+    Ppo,
+    RolloutStage,
+    Sft,
+    Stage,
+    StageBase,
+    TrainingFree,
+    Trpo,
+)
 
 Problems = Iterator[RecipeError]
 
@@ -133,18 +145,6 @@ def _check_history(recipe: Recipe) -> Problems:
             yield RecipeError(f"{stage.label}.{key}", stage.type, because=because, fix=fix)
 
 
-def _check_warmup(recipe: Recipe, stage: Stage) -> Problems:
-    updates, warmup = stage.steps * stage.updates_in_step, stage.optimiser.warmup_steps
-    if warmup > updates:
-        key = f"{stage.label}.optimiser.warmup_steps"
-        because = f"the stage ends after {updates} updates, before the warm-up does"
-        fix = f"use {updates} or less: --set {key}={updates}; for a short trial, `oncurve train RECIPE --smoke`"
-        yield RecipeError(key, warmup, because=because, fix=fix)
-
-
-def _check_patience(recipe: Recipe, stage: Sft) -> Problems:
-    if stage.patience is not None and not (stage.heldout_share and stage.eval_every):
-        because = "it counts evaluations of the held-out loss, and there are none"
 def _check_drafts(recipe: Recipe) -> Problems:
     """Drafts that the recipe asks for must be possible in one of its stages at least."""
     if recipe.engine.draft in ("auto", "off"):
@@ -167,6 +167,18 @@ def _reason_for_no_drafts(recipe: Recipe, stage: RolloutStage) -> str | None:
     return 'task.history = "template"' if by_template else None
 
 
+def _check_warmup(recipe: Recipe, stage: Stage) -> Problems:
+    updates, warmup = stage.steps * stage.updates_in_step, stage.optimiser.warmup_steps
+    if warmup > updates:
+        key = f"{stage.label}.optimiser.warmup_steps"
+        because = f"the stage ends after {updates} updates, before the warm-up does"
+        fix = f"use {updates} or less: --set {key}={updates}; for a short trial, `oncurve train RECIPE --smoke`"
+        yield RecipeError(key, warmup, because=because, fix=fix)
+
+
+def _check_patience(recipe: Recipe, stage: Sft) -> Problems:
+    if stage.patience is not None and not (stage.heldout_share and stage.eval_every):
+        because = "it counts evaluations of the held-out loss, and there are none"
         fix = "set heldout_share (0.1 is usual) and eval_every"
         yield RecipeError(f"{stage.label}.patience", stage.patience, because=because, fix=fix)
 
@@ -305,10 +317,12 @@ def _check_kl_weight(recipe: Recipe, stage: PolicyGradientStage) -> Problems:
     if stage.kl.beta != 0:
         return
     values = {
+        "estimator": stage.kl.estimator,
         "where": stage.kl.where if stage.kl.where == "reward" else None,
         "ratio_weighted": stage.kl.ratio_weighted or None,
         "refresh_every": stage.kl.refresh_every or None,
         "refresh_mix": stage.kl.refresh_mix if stage.kl.refresh_mix != 1 else None,
+        "on_cpu": stage.kl.on_cpu or None,
     }
     for name, value in values.items():
         if value is not None:
@@ -531,12 +545,25 @@ def _check_curriculum(recipe: Recipe, stage: Grpo) -> Problems:
         yield RecipeError(f"{key}.first_samples", first, because=because, fix="remove it, or use another baseline")
 
 
+def _check_requests(recipe: Recipe, stage: TrainingFree) -> Problems:
+    for key in ("top_k", "min_p", "min_new_tokens"):
+        value = getattr(stage.sampling, key)
+        if value:
+            because = "completions come from an endpoint, and the OpenAI API has no such option"
+            fix = "remove it; temperature, top_p, max_new_tokens and stop are sent"
+            yield RecipeError(f"{stage.label}.sampling.{key}", value, because=because, fix=fix)
+    if stage.mask_cut:
+        because = "no weights are trained, so there is no loss to leave completions out of"
+        yield RecipeError(f"{stage.label}.mask_cut", "true", because=because, fix="remove it")
+
+
 RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (
     _check_stage_names,
     _check_reward_names,
     _check_tiny_context,
     _check_agents,
     _check_history,
+    _check_drafts,
     _check_float16,
 )
 STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...]] = {
@@ -553,6 +580,7 @@ STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...
     ),
     PolicyGradientStage: (_check_kl_weight, _check_refresh_mix, _check_entropy, _check_minibatches, _check_correction),
     Trpo: (_check_advantage,),
+    TrainingFree: (_check_requests,),
     Distil: (_check_distillation, _check_surrogate_of_distillation),
     Grpo: (
         _check_advantage,
@@ -563,7 +591,6 @@ STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...
         _check_clip,
         _check_fixed_advantage,
         _check_length_budget,
-    _check_drafts,
         _check_iterated_reward,
         _check_curriculum,
         _check_carry_over,

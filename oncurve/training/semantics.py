@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 
 from oncurve.errors import RunError
 from oncurve.models.loading.load import choose_device
+from oncurve.plan.memory import fisher_groups
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage
+from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, RejectionSample, TrainingFree, Trpo
 from oncurve.runs.folder import SEMANTICS, RunFolder
 
 
@@ -55,6 +56,23 @@ def _discards_groups_within_a_budget(recipe: Recipe) -> bool:
     )
 
 
+def _measures_curvature_on_other_groups(recipe: Recipe) -> bool:
+    """The share of groups was rounded to 1/2, 1/3, 1/4 …"""
+    return any(
+        isinstance(stage, Trpo)
+        and fisher_groups(stage.prompts_per_step, stage.fisher_share)
+        != list(range(0, stage.prompts_per_step, int(1 / stage.fisher_share)))
+        for stage in recipe.stages
+    )
+
+
+def _ends_early_without_updates(recipe: Recipe) -> bool:
+    return any(
+        isinstance(stage, RejectionSample | TrainingFree) and (stage.tokens is not None or stage.seconds is not None)
+        for stage in recipe.stages
+    )
+
+
 def _has_16_bit_weights(recipe: Recipe) -> bool:
     """A quantised model's buffers were never rounded."""
     return recipe.uses_policy and recipe.model.dtype != "float32" and recipe.model.quantise is None
@@ -70,6 +88,8 @@ CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
         "on a CPU adapters are merged into the weights": _adapts_on_a_cpu,
         "long replies of an environment are prefilled in one pass": _has_own_environment,
         "groups that resampling discards count in the budget of tokens": _discards_groups_within_a_budget,
+        "fisher_share is the share of groups that curvature is measured on": _measures_curvature_on_other_groups,
+        "rejection_sample and training_free end when their budget is spent": _ends_early_without_updates,
         "in 16 bits, frequencies of rotary embeddings stay in float32": _has_16_bit_weights,
     }
 }

@@ -7,6 +7,7 @@ from oncurve.recipe.validate import find_problems
 
 from .recipes import base, grpo, recipe, refusal
 
+FREE = "stages=[{type='training_free', model='m'"
 IMPOSSIBLE = [
     (["sft.name=grpo"], "stages", "identify stages by name"),
     (["sft.name=model"], "model.name", "is a top-level key"),
@@ -21,6 +22,10 @@ IMPOSSIBLE = [
     (["grpo.group_size=1", "grpo.objective=reinforce", "grpo.no_signal=resample"], "grpo.no_signal", "always equals itself"),
     (["grpo.sampling.temperature=0"], "grpo.sampling.temperature", "all the same"),
     (["grpo.kl.where=reward"], "grpo.kl.where", "there is no reference"),
+    (["grpo.kl.estimator=k1"], "grpo.kl.estimator", "there is no reference"),
+    (["grpo.kl.on_cpu=true"], "grpo.kl.on_cpu", "there is no reference"),
+    (["stages=[{type='ppo', critic={loss_weight=0.1}}]"], "ppo.critic.loss_weight", "an optimiser of its own"),
+    (["stages=[{type='dpo', pairs='p.jsonl', margin=0.2}]"], "dpo.margin", "only simpo has a margin"),
     (["grpo.kl.refresh_every=10"], "grpo.kl.refresh_every", "there is no reference"),
     (["grpo.kl.ratio_weighted=true"], "grpo.kl.ratio_weighted", "there is no reference"),
     (["grpo.kl.refresh_mix=0.1"], "grpo.kl.refresh_mix", "there is no reference"),
@@ -63,6 +68,12 @@ IMPOSSIBLE = [
     (["evaluation.max_new_tokens=512"], "evaluation.max_new_tokens", "raise model.tiny.context"),
     (["sft.data=stage:kept"], "sft.data", "rejection_sample before 'sft' are: none"),
     (["rewards=[{type='model', model='stage:sft'}]"], "rewards.model.model", "reward_model before 'grpo' are: none"),
+    (["engine.draft=group", "scale.engine=vllm"], "engine.draft", "vLLM samples"),
+    (["engine.draft=own", "grpo.balance_loss=0.1"], "engine.draft", "with grpo.balance_loss there are none"),
+    ([f"{FREE}, sampling={{top_k=4}}}}]"], "training_free.sampling.top_k", "no such option"),
+    ([f"{FREE}, sampling={{min_p=0.1}}}}]"], "training_free.sampling.min_p", "no such option"),
+    ([f"{FREE}, sampling={{min_new_tokens=4}}}}]"], "training_free.sampling.min_new_tokens", "no such option"),
+    ([f"{FREE}, mask_cut=true}}]"], "training_free.mask_cut", "no weights are trained"),
     (["grpo.iterate.every=2"], "grpo.iterate.reward", "the stage's rewards are answer, format"),
 ]
 
@@ -95,6 +106,9 @@ def test_an_impossible_combination(changes: list[str], where: str, words: str) -
         ["grpo.objective=dr_grpo", "grpo.length_budget=100"],
         ["grpo.overlong.buffer=255"],
         ["grpo.minibatches=16"],
+        ["stages=[{type='ppo', critic={loss_weight=0.1, trunk='shared'}, kl={beta=0.1, estimator='k2', on_cpu=true}}]"],
+        ["stages=[{type='dpo', pairs='p.jsonl', margin=0.2, loss='simpo'}]"],
+        [f"{FREE}, sampling={{top_p=0.9, stop=['x']}}, tokens=9}}]"],
         ["grpo.entropy={top_share=0.2, clip_cov=0.01, kl_cov=0.01, target=0.2}", "grpo.minibatches=2"],
         ["grpo.kl={beta=1, refresh_every=1, refresh_mix=0.1}", "model.lora.rank=2"],
     ],

@@ -32,6 +32,8 @@ CHANGED = {
     "top_p": (["grpo.sampling.top_p=0.9"], "log-probs of truncated samples are renormalised"),
     "discarded": (['grpo.no_signal="resample"', "grpo.tokens=1000"], "groups that resampling discards count"),
     "bfloat16": (['model.dtype="bfloat16"'], "in 16 bits, frequencies of rotary embeddings stay in float32"),
+    "fisher_share": (["grpo.optimiser={}", "grpo.type=trpo", "trpo.fisher_share=0.6"], "fisher_share is the share of groups"),
+    "budget": (["grpo.optimiser={}", "grpo.type=rejection_sample", "rejection_sample.tokens=9"], "rejection_sample and"),
     "min_new_tokens": (["grpo.sampling.min_new_tokens=2"], "held-out answers end at sampling.stop"),
 }
 

@@ -164,7 +164,7 @@ class RolloutStage(StageBase):
     """Steps, each of which samples, scores, grades and updates."""
     tokens: PositiveInt | None = None
     """Stop after the step in which this many tokens have been sampled, even if steps are left (for comparisons at equal
-    cost)."""
+    cost). training_free counts words: an endpoint returns texts."""
     seconds: PositiveFloat | None = None
     """Stop after the step in which this many seconds of training have passed (such a run is not repeatable)."""
     patience: PositiveInt | None = None
@@ -528,7 +528,11 @@ class Ppo(PolicyGradientStage):
         return "trains a second model next to the policy"
 
     @model_validator(mode="after")
-    def _check_critic_warmup(self) -> Ppo:
+    def _check_critic(self) -> Ppo:
+        if self.critic.trunk != "shared" and self.critic.loss_weight != Critic.model_fields["loss_weight"].default:
+            because = "a separate critic has an optimiser of its own, and no loss that its loss would be weighed against"
+            fix = 'remove it and set critic.learning_rate, or use critic.trunk = "shared"'
+            raise conflict("critic.loss_weight", self.critic.loss_weight, because=because, fix=fix)
         if self.critic.warmup_steps >= self.steps:
             because = f"the stage has {self.steps} steps, so none would train the policy"
             raise conflict("critic.warmup_steps", self.critic.warmup_steps, because=because, fix=f"use less than {self.steps}")
@@ -555,8 +559,8 @@ class Trpo(RolloutStage):
     damping: NonNegative = 0.1
     """Added to the diagonal of the Fisher matrix, which bounds the step along directions of little curvature."""
     fisher_share: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Fraction of a step's groups that the Fisher matrix is computed on (the paper uses 0.1). The KL bound is checked on all of
-    them."""
+    """Fraction of a step's groups that the Fisher matrix is computed on, rounded up to complete groups (the paper uses 0.1).
+    The KL bound is checked on all of them."""
     backtracks: PositiveInt = 10
     """Number of times that the line search may shorten the step before the step is skipped."""
     backtrack_by: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
@@ -614,13 +618,16 @@ class Dpo(StageBase):
     """For kto: weight of undesirable completions."""
 
     @model_validator(mode="after")
-    def _check_kto(self) -> Dpo:
+    def _check_loss(self) -> Dpo:
         because, fix = f"only kto grades completions one by one, and the loss is {self.loss}", 'remove it, or use loss = "kto"'
         if self.loss != "kto" and self.label_column is not None:
             raise conflict("label_column", self.label_column, because=because, fix=fix)
         for key in ("desirable_weight", "undesirable_weight"):
             if self.loss != "kto" and getattr(self, key) != 1:
                 raise conflict(key, getattr(self, key), because=because, fix=fix)
+        if self.loss != "simpo" and self.margin != type(self).model_fields["margin"].default:
+            because, fix = f"only simpo has a margin, and the loss is {self.loss}", 'remove it, or use loss = "simpo"'
+            raise conflict("margin", self.margin, because=because, fix=fix)
         return self
 
 

@@ -69,7 +69,7 @@ class RolloutLoop(ABC):
         with clock("score"):
             scored = self.score(groups)  # text -> reward per aspect
         scored, replaced = self.complete_groups(n, scored, clock)
-        self._stop_if_rewards_fail(scored)
+        stop_if_rewards_fail(self.stage, scored)
         with clock("grade"):
             graded = self.grade(scored)  # rewards -> advantage per token
         with clock("update"):
@@ -128,9 +128,7 @@ class RolloutLoop(ABC):
         if self.learner.adaptive_bonus is not None:
             bonus = self.learner.adaptive_bonus
             tensors["entropy_bonus"] = {"bonus": torch.tensor([bonus.bonus, bonus.last_entropy], dtype=torch.float64)}
-        if self.budget.is_set:
-            tensors["budget"] = self.budget.state()
-        return tensors
+        return tensors | self.budget.state()
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.learner.optimiser.load_state(tensors["optimiser"])
@@ -140,8 +138,7 @@ class RolloutLoop(ABC):
         if self.learner.adaptive_bonus is not None and "entropy_bonus" in tensors:  # missing if a fork sets the target
             bonus, last_entropy = tensors["entropy_bonus"]["bonus"].tolist()
             self.learner.adaptive_bonus = replace(self.learner.adaptive_bonus, bonus=bonus, last_entropy=last_entropy)
-        if "budget" in tensors:
-            self.budget.load_state(tensors["budget"])
+        self.budget.load_state(tensors)
 
     def _stop_if_sampler_differs(self, metrics: Mapping[str, float]) -> None:
         """Stops a run whose sampler and learner compute different policies, at the first step that forwards any token.
@@ -163,18 +160,6 @@ class RolloutLoop(ABC):
                 f"sampler and learner disagree by up to {gap:.2g} nats per token",
                 because="both use the same weights, so Oncurve does not compute this model correctly; nothing was saved",
                 fix=f"train another model family, and report this one; {troubleshooting('Sampler and learner disagree')}",
-            )
-
-    def _stop_if_rewards_fail(self, scored: Sequence[ScoredGroup]) -> None:
-        failures = [s.failure for g in scored for s in g.scored if s.failure is not None]
-        completions = sum(len(g.scored) for g in scored)
-        if len(failures) > self.stage.max_failure_share * completions:
-            raise RewardError(
-                f"{self.stage.label}.max_failure_share",
-                f"{len(failures)} of {completions} completions of a step could not be rewarded",
-                because=f"the first failure is: {failures[0]}",
-                fix="correct the reward, or raise max_failure_share if such failures are expected; "
-                + troubleshooting("Rewards fail"),
             )
 
     def _report(self, n: int, graded: list[GradedGroup], update: UpdateResult, replaced: int, clock: PhaseClock) -> StepReport:
@@ -434,10 +419,6 @@ class Budget:
         self.stage, self.tokens, self.seconds = stage, 0.0, 0.0
 
     @property
-    def is_set(self) -> bool:
-        return self.stage.tokens is not None or self.stage.seconds is not None
-
-    @property
     def is_spent(self) -> bool:
         no_tokens = self.stage.tokens is not None and self.tokens >= self.stage.tokens
         return no_tokens or (self.stage.seconds is not None and self.seconds >= self.stage.seconds)
@@ -446,11 +427,29 @@ class Budget:
         self.tokens += tokens
         self.seconds += seconds
 
-    def state(self) -> dict[str, Tensor]:
-        return {"spent": torch.tensor([self.tokens, self.seconds], dtype=torch.float64)}
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """A checkpoint's entry; none if the stage has no limit."""
+        if self.stage.tokens is None and self.stage.seconds is None:
+            return {}
+        return {"budget": {"spent": torch.tensor([self.tokens, self.seconds], dtype=torch.float64)}}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        self.tokens, self.seconds = state["spent"].tolist()
+    def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
+        if "budget" in tensors:  # missing if a fork sets the limit
+            self.tokens, self.seconds = tensors["budget"]["spent"].tolist()
+
+
+def stop_if_rewards_fail(stage: RolloutStage, scored: Sequence[ScoredGroup]) -> None:
+    """Ends the run if more than ``max_failure_share`` of a step's completions could not be rewarded."""
+    failures = [s.failure for g in scored for s in g.scored if s.failure is not None]
+    completions = sum(len(g.scored) for g in scored)
+    if len(failures) > stage.max_failure_share * completions:
+        raise RewardError(
+            f"{stage.label}.max_failure_share",
+            f"{len(failures)} of {completions} completions of a step could not be rewarded",
+            because=f"the first failure is: {failures[0]}",
+            fix="correct the reward, or raise max_failure_share if such failures are expected; "
+            + troubleshooting("Rewards fail"),
+        )
 
 
 def rollout_metrics(graded: Sequence[GradedGroup], rewards: RewardMix) -> dict[str, float]:

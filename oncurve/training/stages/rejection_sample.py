@@ -27,7 +27,7 @@ from oncurve.runs.atomic_files import write_file_atomically
 from oncurve.tasks.base import Task
 from oncurve.tasks.prompt_order import prompts_for_step
 from oncurve.training.learner.oom_retry import sample_with_retry
-from oncurve.training.stages.grpo import rollout_metrics
+from oncurve.training.stages.grpo import Budget, rollout_metrics, stop_if_rewards_fail
 from oncurve.training.timing import PhaseClock
 
 FOLDER = "samples"
@@ -54,20 +54,23 @@ def replace_lines(file: Path, rows: Iterable[Mapping[str, Any]], step: int) -> N
 class RejectionLoop:
     """The loop of the stage `rejection_sample`. ``folder`` is the run's."""
 
-    is_over = False
-
     def __init__(
         self, stage: RejectionSample, seed: int, task: Task, engine: Engine, rewards: RewardMix, folder: Path,
         world: World = SINGLE_PROCESS,
     ) -> None:  # fmt: skip
         self.stage, self.seed, self.task, self.engine, self.rewards, self.world = stage, seed, task, engine, rewards, world
-        self.file, self.done = samples_file(folder, stage.label), 0
+        self.file, self.done, self.budget = samples_file(folder, stage.label), 0, Budget(stage)
+
+    @property
+    def is_over(self) -> bool:
+        return self.budget.is_spent
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        return {"rejection": {"done": torch.tensor(self.done)}}
+        return {"rejection": {"done": torch.tensor(self.done)}, **self.budget.state()}
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         self.done = int(tensors["rejection"]["done"])
+        self.budget.load_state(tensors)
 
     def step(self, n: int) -> StepReport:
         clock = PhaseClock(self.world.set_phase)
@@ -78,12 +81,15 @@ class RejectionLoop:
             )
         with clock("score"):
             scored = self.world.all_gather_results(lambda: self.rewards.score(groups))
+        stop_if_rewards_fail(self.stage, scored)
         rows = [row for group in scored for row in self._best_rows(group)]
         self.world.on_rank_zero(lambda: replace_lines(self.file, rows, n))
         self.done = n
         graded = grade(scored, baseline="mean", scale="none", eps=1.0, mask_cut=False)
         metrics = rollout_metrics(graded, self.rewards) | {"samples_kept": float(len(rows))}
-        metrics["tokens_per_s"] = metrics["tokens"] / sum(clock.seconds.values())
+        seconds = sum(clock.seconds.values())
+        self.budget.spend(metrics["tokens"], seconds)
+        metrics["tokens_per_s"] = metrics["tokens"] / seconds
         return StepReport(self.stage.label, n, metrics, clock.seconds, graded)
 
     def _best_rows(self, group: ScoredGroup) -> Iterator[dict[str, Any]]:

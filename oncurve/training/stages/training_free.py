@@ -34,7 +34,7 @@ from oncurve.runs.preference_pairs import pair_of
 from oncurve.runs.step_notes import mark_update, note, report_progress
 from oncurve.tasks.base import Task
 from oncurve.tasks.prompt_order import prompts_for_step
-from oncurve.training.stages.grpo import rollout_metrics
+from oncurve.training.stages.grpo import Budget, rollout_metrics, stop_if_rewards_fail
 from oncurve.training.timing import PhaseClock
 
 HEAD = "# Experiences\n\nEach is advice that goes before the question. Edit, add or delete lines as you like.\n\n"
@@ -139,27 +139,30 @@ TEACH = (
 class TrainingFreeLoop:
     """The loop of the stage `training_free`. It holds the library; the recipe's policy is not used. ``folder`` is the run's."""
 
-    is_over = False
-
     def __init__(self, stage: TrainingFree, seed: int, task: Task, rewards: RewardMix, folder: Path) -> None:
-        self.stage, self.seed, self.task, self.rewards = stage, seed, task, rewards
+        self.stage, self.seed, self.task, self.rewards, self.budget = stage, seed, task, rewards, Budget(stage)
         self.file = folder / FOLDER / f"{stage.label}.md"
         self.library = Library.load(stage.library)
         self.without_library: float | None = None
         """The held-out measurement without a library, once it was made."""
         self.client = build_client(stage, str(folder / FOLDER / f"{stage.label}.sqlite"))
 
+    @property
+    def is_over(self) -> bool:
+        return self.budget.is_spent
+
     def state(self) -> dict[str, dict[str, Tensor]]:
         text = "\n".join(f"{number} {entry}" for number, entry in self.library.entries.items()).encode()
         without = -1.0 if self.without_library is None else self.without_library
         numbers = torch.tensor([self.library.last, without], dtype=torch.float64)
-        return {"library": {"text": torch.tensor(list(text), dtype=torch.uint8), "numbers": numbers}}
+        return {"library": {"text": torch.tensor(list(text), dtype=torch.uint8), "numbers": numbers}, **self.budget.state()}
 
     def load_state(self, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
         lines = bytes(tensors["library"]["text"].tolist()).decode().split("\n")
         entries = {int(number): entry for number, _, entry in (line.partition(" ") for line in lines if line)}
         last, without = tensors["library"]["numbers"].tolist()
         self.library, self.without_library = Library(entries, int(last)), None if without < 0 else without
+        self.budget.load_state(tensors)
 
     def step(self, n: int) -> StepReport:
         clock = PhaseClock()
@@ -168,6 +171,7 @@ class TrainingFreeLoop:
             groups = self.sample(prompts, self.library, self.stage.group_size, n)
         with clock("score"):
             scored = self.rewards.score(groups)
+        stop_if_rewards_fail(self.stage, scored)
         with clock("update"):
             changes = self.edit_library(scored, n)
         graded = grade(scored, baseline="mean", scale="group", eps=1e-4, mask_cut=False)
@@ -175,8 +179,11 @@ class TrainingFreeLoop:
             "experiences": float(len(self.library.entries)),
             "changes": float(changes),
         }
-        metrics["tokens_per_s"] = metrics["tokens"] / max(sum(clock.seconds.values()), 1e-9)
-        if self.stage.measure and (n == self.stage.steps or (self.stage.eval_every and n % self.stage.eval_every == 0)):
+        seconds = max(sum(clock.seconds.values()), 1e-9)
+        self.budget.spend(metrics["tokens"], seconds)
+        metrics["tokens_per_s"] = metrics["tokens"] / seconds
+        is_last = n == self.stage.steps or self.is_over
+        if self.stage.measure and (is_last or (self.stage.eval_every and n % self.stage.eval_every == 0)):
             with clock("eval"):
                 metrics |= self.measure()
         return StepReport(self.stage.label, n, metrics, clock.seconds, graded)
@@ -262,7 +269,7 @@ class TrainingFreeLoop:
             first = next(i for i, m in enumerate(messages) if m["role"] != "system")
             messages[first] = {**messages[first], "content": f"{library.as_prompt}\n\n{messages[first]['content']}"}
         sampling = self.stage.sampling
-        return {
+        request = {
             "model": self.stage.model,
             "messages": messages,
             "temperature": sampling.temperature if n else 0.0,
@@ -270,6 +277,7 @@ class TrainingFreeLoop:
             "max_tokens": sampling.max_new_tokens,
             "seed": derive_seed(self.seed, f"training_free/{n}/{prompt.id}/{sample}") & 0x7FFFFFFF,
         }
+        return {**request, "stop": list(sampling.stop)} if sampling.stop else request
 
     def _teacher_request(self, pair: Mapping[str, Any], n: int, index: int) -> dict[str, Any]:
         question = pair["prompt"] if isinstance(pair["prompt"], str) else pair["prompt"][-1]["content"]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from oncurve.engines.native.engine import NativeEngine
-from oncurve.errors import DataError, OncurveError, RecipeError
+from oncurve.errors import DataError, OncurveError, RecipeError, RewardError
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import RejectionSample
@@ -75,6 +75,35 @@ def test_steps_done_again_add_nothing_twice(tmp_path: Path) -> None:
     for n in range(2, 4):
         again.step(n)
     assert rows(tmp_path) == kept
+
+
+def test_it_ends_at_its_budget_of_tokens_and_a_checkpoint_holds_what_was_spent(tmp_path: Path) -> None:
+    first = loop(tmp_path, at_least=1.0)
+    tokens = int(first.step(1).metrics["tokens"])
+    assert not first.is_over
+    limited = loop(tmp_path, at_least=1.0, tokens=tokens + 1)
+    limited.step(1)
+    assert not limited.is_over
+    again = loop(tmp_path, at_least=1.0, tokens=tokens + 1)
+    again.load_state(limited.state())
+    again.step(2)
+    assert again.is_over
+    timed = loop(tmp_path, at_least=1.0, seconds=1e-9)
+    timed.step(1)
+    assert timed.is_over
+
+
+def test_rewards_that_fail_end_the_run_and_nothing_is_written(tmp_path: Path) -> None:
+    def broken(completion: str) -> float:
+        raise ValueError("no connection")
+
+    stage_loop = loop(tmp_path, at_least=0.0, max_failure_share=0.9)
+    stage_loop.rewards = RewardMix([FunctionReward(broken, "broken")])
+    with pytest.raises(RewardError, match="8 of 8 completions") as raised:
+        stage_loop.step(1)
+    assert raised.value.where == "rejection_sample.max_failure_share"
+    assert "no connection" in raised.value.because
+    assert not samples_file(tmp_path, "rejection_sample").exists()
 
 
 def test_a_recipe_imitates_what_an_earlier_stage_kept(tmp_path: Path) -> None:

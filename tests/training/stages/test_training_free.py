@@ -118,6 +118,38 @@ def test_an_endpoint_that_is_down_ends_the_stage_with_an_error(endpoint: Judge, 
         loop(endpoint, tmp_path).step(1)
 
 
+def test_rewards_that_fail_end_the_run_before_the_library_is_edited(endpoint: Judge, tmp_path: Path) -> None:
+    def broken(completion: str) -> float:
+        raise ValueError("no connection")
+
+    stage_loop = loop(endpoint, tmp_path, max_failure_share=0.9)
+    stage_loop.rewards = RewardMix([FunctionReward(broken, "broken")])
+    with pytest.raises(RewardError, match="12 of 12 completions") as raised:
+        stage_loop.step(1)
+    assert raised.value.where == "training_free.max_failure_share"
+    assert not (tmp_path / "experience" / "training_free.md").exists()
+
+
+def test_it_ends_at_its_budget_with_a_measurement(endpoint: Judge, tmp_path: Path) -> None:
+    """Each reply is one word. A checkpoint holds what was spent."""
+    stage_loop = loop(endpoint, tmp_path, tokens=13)
+    assert "heldout_with" not in stage_loop.step(1).metrics
+    assert not stage_loop.is_over
+    again = loop(endpoint, tmp_path, tokens=13)
+    again.load_state(stage_loop.state())
+    assert "heldout_with" in again.step(2).metrics
+    assert again.is_over
+    timed = loop(endpoint, tmp_path, seconds=1e-9)
+    timed.step(1)
+    assert timed.is_over
+
+
+def test_stop_strings_are_sent_to_the_endpoint(endpoint: Judge, tmp_path: Path) -> None:
+    loop(endpoint, tmp_path, sampling={"stop": ["\n", "###"]}).step(1)
+    sampled = [body for body in endpoint.requests if body["messages"][0]["role"] != "system"]
+    assert {tuple(body["stop"]) for body in sampled} == {("\n", "###")}
+
+
 def test_a_teacher_that_rambles_is_left_out(endpoint: Judge, tmp_path: Path) -> None:
     answer = endpoint.reply
     endpoint.reply = lambda body: "no idea" if body["messages"][0]["role"] == "system" else answer(body)
