@@ -216,12 +216,6 @@ def _differences(config: TrlConfig) -> Iterator[ConversionNote]:
             options.get("epsilon_high"),
             "TRL would bound every ratio below 1; the recipe keeps the objective's own bound",
         )
-    if config.boolean("sync_ref_model") and config.number("ref_model_mixup_alpha") != 1:
-        yield ConversionNote(
-            "ref_model_mixup_alpha",
-            options.get("ref_model_mixup_alpha"),
-            "TRL mixes the policy into the reference; here the policy replaces it",
-        )
     if config.step_completions % config.update_completions:
         yield ConversionNote(
             "steps_per_generation",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from oncurve.objective_specs import OBJECTIVE_SPECS
+from oncurve.objective_specs import CORRECTIONS, OBJECTIVE_SPECS, CorrectionName
 from oncurve.recipe.trl.config import TRL_TABLE, NoCounterpart, TrlConfig, is_hub_dataset
 
 
@@ -153,9 +153,24 @@ def _importance_cap(config: TrlConfig, option: str) -> float | None:
     is_on = config.boolean("use_vllm") and config.boolean("vllm_importance_sampling_correction")
     if not is_on or (old is None and new is None):
         return None
-    if config.value("vllm_importance_sampling_mode") != "token_truncate":
-        raise NoCounterpart("only TRL's mode token_truncate has a counterpart, grpo.importance_cap; left off")
+    mode = str(config.value("vllm_importance_sampling_mode"))
+    if mode in IMPORTANCE_MODES:
+        name = IMPORTANCE_MODES[mode]
+        raise NoCounterpart(
+            f"left off, because the learner itself samples here; for another sampler, {mode} is grpo.correction = "
+            f'"{name}" (limit {CORRECTIONS[name].high:g}), and token_truncate is grpo.importance_cap'
+        )
+    if mode != "token_truncate":
+        raise NoCounterpart("TRL has no such vllm_importance_sampling_mode; left off")
     return config.number("vllm_importance_sampling_clip_max" if old is None else "vllm_importance_sampling_cap")
+
+
+IMPORTANCE_MODES: Mapping[str, CorrectionName] = {
+    "token_mask": "mis",
+    "sequence_truncate": "seq_tis",
+    "sequence_mask": "seq_mis",
+}
+"""TRL's modes of importance sampling with a counterpart in `grpo.correction`."""
 
 
 def _moments(config: TrlConfig, option: str) -> str | None:

@@ -62,7 +62,8 @@ reward_funcs: [my.lib.short]
 reward_weights: [0.2]
 bf16: false
 """
-    recipe, stage, _ = translate(tmp_path, yaml)
+    recipe, stage, notes = translate(tmp_path, yaml)
+    assert "ref_model_mixup_alpha" not in {note.option for note in notes}
     assert (recipe.model.source, recipe.model.dtype, recipe.seed) == ("Qwen/Qwen3-0.6B", "float32", 42)
     assert recipe.task.options == {"path": "data.jsonl"}
     assert (recipe.rewards[0].label, recipe.rewards[0].weight) == ("short", 0.2)
@@ -197,9 +198,11 @@ def test_importance_sampling_is_converted_only_if_it_means_the_same(tmp_path: Pa
     same = "use_vllm: true\nvllm_importance_sampling_mode: token_truncate\n"
     assert translate(tmp_path, same + "vllm_importance_sampling_cap: 2.0")[1].importance_cap == 2.0
     assert translate(tmp_path, same + "vllm_importance_sampling_clip_max: 4.0")[1].importance_cap == 4.0
-    _, stage, notes = translate(tmp_path, "use_vllm: true\nvllm_importance_sampling_cap: 2.0")
-    assert stage.importance_cap is None
-    assert any("token_truncate" in note.text for note in notes)
+    for mode, name in (("token_mask", "mis"), ("sequence_truncate", "seq_tis"), ("sequence_mask", "seq_mis")):
+        yaml = f"use_vllm: true\nvllm_importance_sampling_mode: {mode}\nvllm_importance_sampling_cap: 2.0"
+        _, stage, notes = translate(tmp_path, yaml)
+        assert (stage.importance_cap, stage.correction) == (None, None)
+        assert any(f'{mode} is grpo.correction = "{name}"' in note.text for note in notes)
 
 
 def test_rewards_and_their_weights(tmp_path: Path) -> None:
