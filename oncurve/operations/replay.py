@@ -87,6 +87,7 @@ def _replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repl
         start = _checkpoint_before(run, names, names.index(name), step)
         if start is not None and trainer.policy is not None:
             load_weights(trainer.policy, start.tensors["model"])
+        trainer.load_answers(store, start)
         reports = list(_replay_steps(trainer, store, start, name, step))
     origin = None if start is None else (start.stage, start.step)
     changed = tuple(changed_inputs(run, recipe))

@@ -149,8 +149,7 @@ class Trainer:
                     start = self._last_checkpoint()
                     clear_partial_writes(self.run.path)
                     self._rewind(store, start)
-                    if self.engine is not None and self.recipe.engine.draft != "off":
-                        self.engine.answers.update(store.last_answers(MAX_EARLIER, MAX_REMEMBERED))
+                    self.load_answers(store, start)
                     self._run_stages(start)
                     self._report_saved(self.checkpoint_writer.wait())
                     self.world.send_command("model")
@@ -170,6 +169,12 @@ class Trainer:
                 self.checkpoint_writer.close()
                 self.run.set_status(status)
                 self.notify.on_run_end(status)
+
+    def load_answers(self, store: RunReader, start: Checkpoint | None) -> None:
+        """Loads the answers that were recorded up to a checkpoint: drafts are looked for in them, and which group is complete
+        first may depend on the drafts that are accepted (``carry_over``)."""
+        if self.engine is not None and start is not None and self.recipe.engine.draft != "off":
+            self.engine.answers.update(store.last_answers(MAX_EARLIER, MAX_REMEMBERED, start.stage, start.step))
 
     def _run_stages(self, start: Checkpoint | None) -> None:
         resumed_from = (start.stage, start.step) if start else None

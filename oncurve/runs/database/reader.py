@@ -283,15 +283,19 @@ class RunReader:
         query = "SELECT key, reply FROM replies WHERE stage = ? AND step = ? AND kind = ?"
         return dict(self._decoded(self._query(query, stage, step, kind), lambda row: (str(row["key"]), str(row["reply"]))))
 
-    def last_answers(self, most: int, max_tokens: int) -> dict[str, tuple[Ints, ...]]:
-        """By prompt, its last answers, ``most`` of each, those recorded last at the end; of many prompts the last ones, whose
-        answers have ``max_tokens`` tokens together."""
+    def last_answers(self, most: int, max_tokens: int, stage: str, step: int) -> dict[str, tuple[Ints, ...]]:
+        """By prompt, its last answers up to a step, ``most`` of each, those recorded last at the end; of many prompts the last
+        ones, whose answers have ``max_tokens`` tokens together."""
         from oncurve.runs.database import row_codec
 
-        last = "SELECT max(id) AS last FROM groups GROUP BY prompt_id"
+        last = """SELECT max(groups.id) AS last FROM groups
+            JOIN stages ON stages.name = groups.stage JOIN stages AS until ON until.name = ?
+            WHERE stages.position < until.position OR (stages.name = until.name AND groups.step <= ?) GROUP BY prompt_id"""
         lengths = self._query(
             f"""SELECT last, total(length) FROM ({last}) JOIN completions ON group_id = last AND position < ?
                 GROUP BY last ORDER BY last DESC""",
+            stage,
+            step,
             most,
         )
         totals = zip(lengths, accumulate(row[1] for row in lengths), strict=True)
@@ -300,6 +304,8 @@ class RunReader:
             f"""SELECT prompt_id, token_ids FROM ({last}) JOIN groups ON groups.id = last
                 JOIN completions ON group_id = last JOIN tokens ON completion_id = completions.id
                 WHERE last > ? AND completions.position < ? ORDER BY last, completions.position""",
+            stage,
+            step,
             before,
             most,
         )

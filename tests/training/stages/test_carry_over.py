@@ -19,10 +19,11 @@ from oncurve.models.policy import Policy
 from oncurve.operations.replay import replay
 from oncurve.recipe.defaults import seed_for_stage
 from oncurve.recipe.schema.sections import Draft, Engine, Sampling
-from oncurve.records import Completion, Group, Prompt
+from oncurve.records import Completion, Group, Prompt, StepReport
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.prompt_order import prompts_for_step
+from oncurve.training.stages.grpo import GrpoLoop
 from oncurve.training.start import begin, task_for, with_machine_defaults
 from tests.engines.native.plain import next_logits, prompt_of
 from tests.models.architectures import make_model, shake, tokenizer
@@ -143,6 +144,24 @@ def test_a_run_trains_on_every_group_once_and_records_its_weights(tmp_path: Path
         assert (report.metrics["staleness_max"] > 0) == any(v < n - 1 for spans in of_step.values() for _, v in spans)
     assert older > 0, "some completions have tokens of two versions"
     assert replay(run, "grpo", 4, 1).differences == [], "from the checkpoint of step 2, with what it carries over"
+
+
+def test_a_replay_looks_for_drafts_in_the_answers_that_the_run_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which group is complete first depends on the drafts that are accepted."""
+    answers: dict[int, dict[str, list[list[int]]]] = {}
+    step = GrpoLoop.step
+
+    def watched(self: GrpoLoop, n: int) -> StepReport:
+        answers[n] = {prompt: [a.tolist() for a in of_prompt] for prompt, of_prompt in self.engine.answers.items()}
+        return step(self, n)
+
+    monkeypatch.setattr(GrpoLoop, "step", watched)
+    run = run_of(tmp_path / "run", 'engine.draft="group"', "grpo.steps=3")
+    expected = dict(answers)
+    answers.clear()
+    assert replay(run, "grpo", 3, 0).differences == []
+    assert answers == {3: expected[3]}
+    assert len(expected[3]) > len(expected[1]), "and those of steps 1 and 2"
 
 
 def test_the_importance_correction_is_on_by_default() -> None:
