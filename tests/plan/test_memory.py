@@ -352,12 +352,12 @@ def test_an_adapter_needs_less_than_full_training(planned_job: Job) -> None:
 
 def test_a_natural_gradient_by_hand() -> None:
     """Always float32: 4 bytes of weights, and 44 of gradient and vectors; the distributions of all tokens, and eight tables of
-    a tenth of them."""
+    those of one group: a tenth of 4 groups, rounded up."""
     planned_job = job(BILLION, algorithm="trpo")
     parts, n = phases(planned_job)["update"], BILLION.parameters
     assert parts["weights"] + parts["moments"] + parts["gradients"] == (4 + 44) * n
     assert "master weights" not in parts
-    assert parts["lm head"] == 4 * 128_256 * (32 * 200 + 8 * 640)
+    assert parts["lm head"] == 4 * 128_256 * (32 * 200 + 8 * 8 * 200)
     assert phases(replace(planned_job, dtype="float32")) == phases(planned_job)
 
 

@@ -13,6 +13,7 @@ from oncurve.recipe import load
 from oncurve.recipe.load import (
     builtin_recipes,
     changed_keys,
+    drop_unused_keys,
     dump_recipe,
     find_recipe,
     flatten,
@@ -184,3 +185,35 @@ def test_changes_are_what_was_set() -> None:
     before, after = parse_recipe(DATA), parse_recipe(DATA, ["grpo.steps=9", "rewards.answer.weight=0.5"])
     assert changed_keys(before, after) == {"grpo.steps": 9, "rewards.answer.weight": 0.5}
     assert changed_keys(before, before) == {}
+
+
+def test_a_runs_keys_that_did_nothing_are_dropped_and_those_that_act_stay() -> None:
+    tables = {
+        "stages": [
+            {"type": "dpo", "name": "a", "margin": 0.2, "loss": "dpo"},
+            {"type": "dpo", "name": "b", "margin": 0.2, "loss": "simpo"},
+            {
+                "type": "ppo",
+                "name": "c",
+                "critic": {"loss_weight": 0.1, "trunk": "separate"},
+                "kl": {"beta": 0.1, "on_cpu": True},
+            },
+            {
+                "type": "ppo",
+                "name": "d",
+                "critic": {"loss_weight": 0.1, "trunk": "shared"},
+                "kl": {"beta": 0.0, "on_cpu": True},
+            },
+            {"type": "training_free", "mask_cut": True, "sampling": {"top_k": 4, "top_p": 0.9}},
+            3,
+        ]
+    }
+    assert drop_unused_keys(tables)["stages"] == [
+        {"type": "dpo", "name": "a", "loss": "dpo"},
+        {"type": "dpo", "name": "b", "margin": 0.2, "loss": "simpo"},
+        {"type": "ppo", "name": "c", "critic": {"trunk": "separate"}, "kl": {"beta": 0.1, "on_cpu": True}},
+        {"type": "ppo", "name": "d", "critic": {"loss_weight": 0.1, "trunk": "shared"}, "kl": {"beta": 0.0}},
+        {"type": "training_free", "sampling": {"top_p": 0.9}},
+        3,
+    ]
+    assert drop_unused_keys({"stages": 3}) == {"stages": 3}
