@@ -23,6 +23,7 @@ from oncurve.models.experts import RoutingPass
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.heads.lm_head import (
     Head,
+    Truncate,
     Truncation,
     find_kept_tokens,
     head_chunk_tokens,
@@ -184,10 +185,12 @@ class Policy:
         return self.target_logps(self.pack_hidden(pack), pack.target_M, temperature)
 
     @torch.no_grad()
-    def truncated_pack_logps(self, pack: Pack, temperature: float, log_mass_M: Tensor) -> tuple[Tensor, Truncation]:
+    def truncated_pack_logps(
+        self, pack: Pack, temperature: float, log_mass_M: Tensor, truncate: Truncate
+    ) -> tuple[Tensor, Truncation]:
         """(log-prob of each predicted token of a pack under the truncated distribution [M], the tokens that it keeps)."""
         hidden_MD = self.pack_hidden(pack)
-        truncation = find_kept_tokens(self.head, hidden_MD, pack.target_M, temperature, log_mass_M)
+        truncation = find_kept_tokens(self.head, hidden_MD, pack.target_M, temperature, log_mass_M, truncate)
         return truncated_logps(self.head, hidden_MD, pack.target_M, temperature, truncation)[0], truncation
 
     def pack_hidden(self, pack: Pack) -> Tensor:

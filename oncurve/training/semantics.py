@@ -73,6 +73,11 @@ def _ends_early_without_updates(recipe: Recipe) -> bool:
     )
 
 
+def _resamples(recipe: Recipe) -> bool:
+    """Rewards that differ by rounding, and equal rewards of single steps, counted as a signal."""
+    return any(isinstance(stage, Grpo) and stage.no_signal == "resample" for stage in recipe.stages)
+
+
 def _has_16_bit_weights(recipe: Recipe) -> bool:
     """A quantised model's buffers were never rounded."""
     return recipe.uses_policy and recipe.model.dtype != "float32" and recipe.model.quantise is None
@@ -89,6 +94,7 @@ CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
         "long replies of an environment are prefilled in one pass": _has_own_environment,
         "groups that resampling discards count in the budget of tokens": _discards_groups_within_a_budget,
         "fisher_share is the share of groups that curvature is measured on": _measures_curvature_on_other_groups,
+        "groups without an advantage are resampled, not those of equal totals": _resamples,
         "rejection_sample and training_free end when their budget is spent": _ends_early_without_updates,
         "in 16 bits, frequencies of rotary embeddings stay in float32": _has_16_bit_weights,
     }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.errors import RunError
+from oncurve.errors import RecipeError, RunError
 from oncurve.operations.replay import replay
 from oncurve.operations.run_model import LoadedModel, evaluate_model, load_run
 from oncurve.recipe.load import load_recipe
@@ -16,6 +16,7 @@ from oncurve.runs.folder import SEMANTICS, RunFolder
 from oncurve.training.semantics import changes_since
 from oncurve.training.start import begin, fork, resume
 from oncurve.training.trainer import TimeUp
+from oncurve.trust import load_recipe_of
 from tests.training.builders import recipe
 from tests.training.test_trainer import fingerprint, two_sampling_stages
 
@@ -32,6 +33,7 @@ CHANGED = {
     "top_p": (["grpo.sampling.top_p=0.9"], "log-probs of truncated samples are renormalised"),
     "discarded": (['grpo.no_signal="resample"', "grpo.tokens=1000"], "groups that resampling discards count"),
     "bfloat16": (['model.dtype="bfloat16"'], "in 16 bits, frequencies of rotary embeddings stay in float32"),
+    "resample": (['grpo.no_signal="resample"'], "groups without an advantage are resampled"),
     "fisher_share": (["grpo.optimiser={}", "grpo.type=trpo", "trpo.fisher_share=0.6"], "fisher_share is the share of groups"),
     "budget": (["grpo.optimiser={}", "grpo.type=rejection_sample", "rejection_sample.tokens=9"], "rejection_sample and"),
     "min_new_tokens": (["grpo.sampling.min_new_tokens=2"], "held-out answers end at sampling.stop"),
@@ -98,6 +100,17 @@ def test_a_run_of_an_earlier_version_is_refused_only_if_it_would_compute_somethi
     assert sorted(tmp_path.iterdir()) == before, "nothing is left behind"
     made_by_version(run, 2)
     CONTINUE[action](run, tmp_path)
+
+
+def test_a_run_with_a_key_that_did_nothing_and_is_refused_now_still_opens(tmp_path: Path) -> None:
+    run = stopped(tmp_path)
+    text = run.recipe.read_text()
+    changed = text.replace("ratio_weighted = false", 'estimator = "k1"\nratio_weighted = false')
+    assert changed != text
+    run.recipe.write_text(changed)
+    with pytest.raises(RecipeError, match="there is no reference"):
+        load_recipe(run.recipe)
+    assert load_recipe_of(run) == load_recipe_of(resume(run))
 
 
 def test_a_refused_run_can_still_be_evaluated(tmp_path: Path) -> None:

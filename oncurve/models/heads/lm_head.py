@@ -187,16 +187,29 @@ def truncated_logps(
 
 
 @torch.no_grad()
-def find_kept_tokens(head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, log_mass_M: Tensor) -> Truncation:
-    """The truncation with the tokens that were kept, found with the present weights."""
-    counts, ids = [], []
+def find_kept_tokens(
+    head: Head, hidden_MD: Tensor, target_M: Tensor, temperature: float, log_mass_M: Tensor, truncate: Truncate
+) -> Truncation:
+    """The truncation with the tokens that were kept, found with the present weights. Where the sampler did not report the mass
+    (NaN), ``truncate`` decides, and the mass is that of the present weights."""
+    masses, counts, ids = [], [], []
     for rows in _truncated_chunks(head, len(hidden_MD)):
         logits = head.logits(hidden_MD[rows].to(head.weight_VD.dtype))
-        kept = kept_tokens(at_temperature(logits, temperature).log_softmax(-1), target_M[rows], log_mass_M[rows])
-        kept &= (log_mass_M[rows] < 0)[:, None]
+        logp, mass, target = at_temperature(logits, temperature).log_softmax(-1), log_mass_M[rows], target_M[rows]
+        kept, unknown = kept_tokens(logp, target, mass), mass.isnan()
+        if bool(unknown.any()):
+            own = truncate(logp).isfinite().scatter(1, target[:, None], value=True)
+            own_mass = logp.masked_fill(~own, -torch.inf).logsumexp(-1).clamp(max=0.0).masked_fill(own.all(-1), 0.0)
+            kept, mass = torch.where(unknown[:, None], own, kept), torch.where(unknown, own_mass.to(mass.dtype), mass)
+        kept &= (mass < 0)[:, None]
+        masses.append(mass)
         counts.append(kept.sum(1).cpu())
         ids.append(kept.nonzero()[:, 1].to(torch.int32))
-    return Truncation(log_mass_M, torch.cat(counts), torch.cat(ids))
+    return Truncation(torch.cat(masses), torch.cat(counts), torch.cat(ids))
+
+
+Truncate = Callable[[Tensor], Tensor]
+"""Log-probs [M, V] -> the same with −inf for the tokens that truncated sampling drops."""
 
 
 def _truncated_chunks(head: Head, tokens: int) -> list[slice]:

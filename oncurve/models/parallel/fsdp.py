@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from oncurve.errors import ModelError, OncurveError, ScaleError
 from oncurve.models.attention_interface import AttentionContext
-from oncurve.models.heads.lm_head import Truncation
+from oncurve.models.heads.lm_head import Truncate, Truncation
 from oncurve.models.packing import Pack, dummy_pack
 from oncurve.models.parallel.dtensor import Collective, is_dtensor, is_tensor_parallel, local_elements, range_at
 from oncurve.models.parallel.tensor_parallel import REPLICATED, TensorGroup, tp_styles
@@ -124,8 +124,10 @@ class ShardedPolicy(Policy):
             self.fsdp_root.reshard()  # no backward pass will, and the weights may change before the next pass
         return logps
 
-    def truncated_pack_logps(self, pack: Pack, temperature: float, log_mass_M: Tensor) -> tuple[Tensor, Truncation]:
-        logps = super().truncated_pack_logps(pack, temperature, log_mass_M)
+    def truncated_pack_logps(
+        self, pack: Pack, temperature: float, log_mass_M: Tensor, truncate: Truncate
+    ) -> tuple[Tensor, Truncation]:
+        logps = super().truncated_pack_logps(pack, temperature, log_mass_M, truncate)
         self.fsdp_root.reshard()
         return logps
 

@@ -343,8 +343,9 @@ class Grpo(PolicyGradientStage):
     advantage: Advantage = Advantage()
     """How a group is graded."""
     no_signal: Literal["drop", "keep", "resample"] = "drop"
-    """What to do with groups of equal rewards. `drop`: do not forward them, but count them in the totals. `keep`: forward them
-    anyway. `resample`: replace them by fresh prompts until the step is full (DAPO's dynamic sampling)."""
+    """What to do with groups without signal, whose advantages are all 0, such as those of equal rewards. `drop`: do not forward
+    them, but count them in the totals. `keep`: forward them anyway. `resample`: replace them by fresh prompts until the step
+    is full (DAPO's dynamic sampling)."""
     max_resample_rounds: PositiveInt = 4
     """With `resample`: rounds of fresh prompts before the step continues with the groups that it has."""
     length_budget: PositiveInt | None = None

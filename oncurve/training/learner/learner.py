@@ -31,6 +31,7 @@ from oncurve.algos.packed_rows import PackedRows
 from oncurve.algos.ratios import correction_weights, mismatch_mask, off_policy_mask, truncated_weights
 from oncurve.algos.reductions import LossDenominators, loss_denominators
 from oncurve.distributed.world import SINGLE_PROCESS, World
+from oncurve.engines.token_sampling import truncate
 from oncurve.errors import ModelError
 from oncurve.models import experts
 from oncurve.models.experts import RoutingPass
@@ -39,7 +40,7 @@ from oncurve.models.packing import Pack, PrefixGroup, build_pack, split_by_budge
 from oncurve.models.policy import Policy, dummy_passes
 from oncurve.models.reference import Reference
 from oncurve.objective_specs import CORRECTIONS, CorrectionName, KlEstimator
-from oncurve.recipe.schema.sections import EntropyControls
+from oncurve.recipe.schema.sections import EntropyControls, Sampling
 from oncurve.recipe.schema.sections import Optimiser as OptimiserSettings
 from oncurve.records import Bools, Completion, Floats, GradedGroup, Group, Ints, ScoredGroup
 from oncurve.rng import philox_generator
@@ -94,8 +95,9 @@ class LearnerSettings:
     mismatch_limit: float | None = None
     correction: CorrectionName | None = None
     off_policy_kl: float | None = None
-    truncates: bool = False
-    """Whether top-k, top-p or min-p truncate what is sampled: log-probs are then those of the truncated distribution."""
+    truncation: Sampling | None = None
+    """How top-k, top-p or min-p truncate what is sampled: log-probs are then those of the truncated distribution. None: they do
+    not."""
     min_new_tokens: int = 0
     """Positions before this one ban the end token; what was sampled there counts as not truncated."""
     forward_silent_groups: bool = False
@@ -104,6 +106,8 @@ class LearnerSettings:
     """Whether tokens take the experts that they took in the sampler."""
     balance_loss: float = 0.0
     """Weight of the balance loss of a mixture of experts."""
+    seed: int = 0
+    """The stage's, for tokens that are chosen at random."""
     tokens_per_pack: int = 16384
     checkpointing: Literal["auto", "on", "off"] = "auto"
 
@@ -111,7 +115,7 @@ class LearnerSettings:
     def has_old_pass(self) -> bool:
         """Whether a pass before the first update computes the old log-probs, and finds what truncated sampling kept: if weights
         change before a token's first update, or before its last."""
-        return self.minibatches > 1 or (self.truncates and self.passes > 1)
+        return self.minibatches > 1 or (self.truncation is not None and self.passes > 1)
 
 
 class Learner(PackedStage):
@@ -143,6 +147,8 @@ class Learner(PackedStage):
             self._check_experts()
         self.other_flops = 0.0
         """Of the current update: FLOPs of passes besides those over its own packs."""
+        self.has_old_pass = settings.has_old_pass
+        """Of the current update: whether there is a pass before its first gradient."""
         self.checkpointed = CheckpointedLayers(policy, settings.checkpointing)
 
     def update(self, groups: Sequence[GradedGroup]) -> UpdateResult:
@@ -152,6 +158,7 @@ class Learner(PackedStage):
         """
         self.phases, self.other_flops = DevicePhases(self.policy.device), 0.0
         groups = self._select_tokens(groups)
+        self.has_old_pass = self.settings.has_old_pass or self._lacks_masses(groups)
         if self.adaptive_bonus is not None:
             self.loss_settings = replace(self.loss_settings, entropy_bonus=self.adaptive_bonus.applied)
         chunks = split_evenly(len(groups), self.settings.minibatches)
@@ -170,6 +177,12 @@ class Learner(PackedStage):
                         stats.updates.append(self.optimiser.step(partial(stats.metrics_since, before)))
         result = self._follow_entropy(stats.result())
         return self._add_timing(result, [micro.pack for batch in batches for micro in batch])
+
+    def _lacks_masses(self, groups: Sequence[GradedGroup]) -> bool:
+        """Whether the sampler truncated and did not report what it kept: it is found with the weights of the step's start."""
+        if self.settings.truncation is None:
+            return False
+        return any(np.isnan(self._log_mass(g.group, c)).any() for g in groups for c in g.group.completions)
 
     def _follow_entropy(self, result: UpdateResult) -> UpdateResult:
         """Adds the applied entropy bonus to the metrics, and chooses the next step's, if it follows a target."""
@@ -198,7 +211,7 @@ class Learner(PackedStage):
             logps = [[self._sampler_logps(g.group, s.completion) for s in g.scored.scored] for g in groups]
             values = covariances(tokens.gather([g.advantages for g in groups]), tokens.gather(logps))
             if controls.clip_cov is not None:
-                generator = philox_generator(0, "clip_cov", self.optimiser.done)
+                generator = philox_generator(self.settings.seed, "clip_cov", self.optimiser.done)
                 unclipped = ~clip_cov_tokens(values, controls.clip_cov, controls.clip_cov_range, generator)
                 kept = unclipped if kept is None else kept & unclipped
             if controls.kl_cov is not None:
@@ -221,7 +234,7 @@ class Learner(PackedStage):
     def _add_timing(self, result: UpdateResult, packs: Sequence[Pack]) -> UpdateResult:
         """Adds the update's seconds by phase, and its model FLOPs per second as a fraction of the device's matmul rate."""
         seconds, passes = self.phases.seconds(), self.settings.passes
-        once = (self.reference is not None) + self.settings.has_old_pass
+        once = (self.reference is not None) + self.has_old_pass
         total, other = sum(seconds.values()), self.other_flops
         used = utilisation(self.policy, packs, total, forward=passes + once, backward=passes, other=other)
         return replace(result, metrics=result.metrics | used, seconds=seconds)
@@ -386,7 +399,7 @@ class Learner(PackedStage):
             prefix_groups.append(prefix_group_of(groups[g].scored, graded, range(len(indices), len(indices) + len(graded))))
             indices += [(g, c) for c in graded]
         batch, parts = [], list(split_by_budget(prefix_groups, self.tokens_per_pack))
-        padding = self.world.padding_passes(len(parts)) if self.settings.has_old_pass else 0
+        padding = self.world.padding_passes(len(parts)) if self.has_old_pass else 0
         for part in parts:
             with self.phases("pack", host=True):
                 pack = build_pack(part, self.policy.device)
@@ -417,16 +430,17 @@ class Learner(PackedStage):
         rows: list[tuple[Group, Completion]] = [(groups[g].group, groups[g].scored.scored[c].completion) for g, c in indices]
         # With one mini-batch the first update's forward runs on the weights that sampled: its log-probs are the old ones.
         logp_old_M = truncation = None
-        if self.settings.truncates:
+        if self.settings.truncation is not None:
             truncation = Truncation(self._concatenate([self._log_mass(*row) for row in rows]))
-        if self.settings.has_old_pass:
+        if self.has_old_pass:
             with self.phases("old"), experts.routed(self._routing_of(pack)):
                 if truncation is None:
                     logp_old_M, _ = self.policy.pack_logps(pack, self.settings.temperature)
                 else:
                     logp_old_M, truncation = self.policy.truncated_pack_logps(
-                        pack, self.settings.temperature, truncation.log_mass_M
+                        pack, self.settings.temperature, truncation.log_mass_M, self._truncate
                     )
+        sampler_M = self._concatenate([completion.logps for _, completion in rows])
         kept = [groups[g].kept[c] for g, c in indices if groups[g].kept]
         anchored = [groups[g].anchored[c] for g, c in indices if groups[g].anchored]
         return MicroBatch(
@@ -434,7 +448,7 @@ class Learner(PackedStage):
             indices=indices,
             advantage_M=self._concatenate([groups[g].advantages[c] for g, c in indices]),
             mask_M=to_device(np.concatenate([completion.loss_mask for _, completion in rows]), self.policy.device),
-            sampler_M=self._concatenate([self._sampler_logps(*row) for row in rows]),
+            sampler_M=sampler_M if truncation is None else sampler_M - truncation.log_mass_M,
             logp_old_M=logp_old_M,
             logp_ref_M=None,
             truncation=truncation,
@@ -444,9 +458,18 @@ class Learner(PackedStage):
             else None,
         )
 
+    def _truncate(self, logp_MV: Tensor) -> Tensor:
+        """What vLLM keeps, the one sampler that does not report it: min-p comes first, and top-p takes of what is left."""
+        sampling = self.settings.truncation
+        assert sampling is not None
+        first = truncate(logp_MV, sampling.model_copy(update={"top_p": 1.0}))
+        return truncate(first.log_softmax(-1), Sampling(top_p=sampling.top_p))
+
     def _sampler_logps(self, group: Group, completion: Completion) -> Floats:
-        """The sampler's log-probs, of the truncated distribution if sampling truncates."""
-        return completion.logps - self._log_mass(group, completion) if self.settings.truncates else completion.logps
+        """The sampler's log-probs, of the truncated distribution if sampling truncates and the sampler reports it."""
+        if self.settings.truncation is None:
+            return completion.logps
+        return completion.logps - np.nan_to_num(self._log_mass(group, completion))
 
     def _log_mass(self, group: Group, completion: Completion) -> Floats:
         return log_mass_of(completion, self.settings.min_new_tokens, by_turn=group.prompt.agent is not None)
@@ -559,10 +582,11 @@ def prefix_group_of(group: ScoredGroup, completions: Sequence[int], keys: Sequen
 
 
 def log_mass_of(completion: Completion, min_new_tokens: int, *, by_turn: bool = False) -> Floats:
-    """The log of the probability that truncated sampling kept at each token: 0 if an engine did not report it, and where end
-    tokens were banned, whose probability is missing from the sampled one as well. That is at the completion's start or, of an
-    agent, which makes a request for each, at the start of every turn (``by_turn``)."""
-    mass_T: Floats = np.minimum(np.nan_to_num(completion.logps - completion.sampled_logps), 0.0).astype(np.float32)
+    """The log of the probability that truncated sampling kept at each token: NaN if the engine did not report it; 0 for tokens
+    of an environment, and where end tokens were banned, whose probability is missing from the sampled one as well. That is at
+    the completion's start or, of an agent, which makes a request for each, at the start of every turn (``by_turn``)."""
+    mass_T: Floats = np.minimum(completion.logps - completion.sampled_logps, 0.0).astype(np.float32)
+    mass_T[~completion.loss_mask] = 0.0
     starts = {0}
     if by_turn:
         mask_T = completion.loss_mask

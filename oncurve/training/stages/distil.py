@@ -511,7 +511,7 @@ class DistilLoop(GrpoLoop):
 
     def build_learner(self) -> DistilLearner:
         # The divergences are those of the untruncated policy, so its log-probs are untruncated too.
-        settings = replace(grpo_learner_settings(self.distil), truncates=False)
+        settings = replace(grpo_learner_settings(self.distil, self.seed), truncation=None)
         if self.distil.teach_by == "gradient":  # equal rewards are no reason not to learn from the teacher
             settings = replace(settings, forward_silent_groups=True)
         return DistilLearner(self.engine.policy, settings, self.world, self.distil, self._model)

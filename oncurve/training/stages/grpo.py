@@ -69,7 +69,7 @@ class RolloutLoop(ABC):
         with clock("score"):
             scored = self.score(groups)  # text -> reward per aspect
         scored, replaced = self.complete_groups(n, scored, clock)
-        stop_if_rewards_fail(self.stage, scored)
+        self._stop_if_rewards_fail(scored)
         with clock("grade"):
             graded = self.grade(scored)  # rewards -> advantage per token
         with clock("update"):
@@ -106,6 +106,9 @@ class RolloutLoop(ABC):
     def complete_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:
         """(the step's groups, how many of them were replaced), after any further samples that the stage wants."""
         return scored, 0
+
+    def _stop_if_rewards_fail(self, scored: Sequence[ScoredGroup]) -> None:
+        stop_if_rewards_fail(self.stage, scored)
 
     @abstractmethod
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
@@ -192,7 +195,7 @@ class GrpoLoop(RolloutLoop):
         self._compared_with_sampler = self.carry_over is not None  # other weights may have sampled a resumed run's first tokens
 
     def build_learner(self) -> Learner:
-        return Learner(self.engine.policy, grpo_learner_settings(self.grpo), self.world)
+        return Learner(self.engine.policy, grpo_learner_settings(self.grpo, self.seed), self.world)
 
     def grade(self, scored: Sequence[ScoredGroup]) -> list[GradedGroup]:
         kl_sums = self.learner.kl_sums(scored) if self.learner.kl_in_reward else None
@@ -221,19 +224,19 @@ class GrpoLoop(RolloutLoop):
         return scored, replaced
 
     def replace_silent_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:
-        """DAPO's dynamic sampling: replaces groups of equal rewards, which have no signal, by groups of fresh prompts.
+        """DAPO's dynamic sampling: replaces groups without signal, such as those of equal rewards, by groups of fresh prompts.
 
         Returns (the step's groups, how many of them were replaced)."""
         replaced = 0
         for i in range(1, self.grpo.max_resample_rounds + 1):
-            silent = [g for g, group in enumerate(scored) if not has_reward_spread(group)]
+            silent = [g for g, has_signal in enumerate(self.have_signal(scored)) if not has_signal]
             if not silent:
                 break
             with clock("sample"):
                 groups = self.sample(n, round=i)
             with clock("score"):
                 fresh = self.score(groups)
-            with_signal = [group for group in fresh if has_reward_spread(group)]
+            with_signal = [group for group, has_signal in zip(fresh, self.have_signal(fresh), strict=True) if has_signal]
             used = list(zip(silent, with_signal, strict=False))
             self._discarded += [group for group in fresh if all(group is not other for _, other in used)]
             self._discarded += [scored[g] for g, _ in used]
@@ -241,6 +244,10 @@ class GrpoLoop(RolloutLoop):
             for g, group in used:
                 scored = [*scored[:g], group, *scored[g + 1 :]]
         return scored, replaced
+
+    def have_signal(self, scored: Sequence[ScoredGroup]) -> list[bool]:
+        """Whether the rewards of each group give any of its completions an advantage. A KL in the reward is not a signal."""
+        return [graded.has_signal for graded in grade_by_group(self.grpo, scored)]
 
     def extend_groups(self, n: int, scored: list[ScoredGroup], first: int, clock: PhaseClock) -> list[ScoredGroup]:
         """Adaptive group size: spends the step's remaining completions on the groups whose first completions disagree.
@@ -251,7 +258,7 @@ class GrpoLoop(RolloutLoop):
         assert self.grpo.curriculum is not None
         size = self.stage.group_size
         extra = extra_samples(
-            [has_reward_spread(group) for group in scored],
+            self.have_signal(scored),
             total=self.stage.prompts_per_step * size - len(scored) * first,
             limit=(self.grpo.curriculum.max_group_size or MAX_GROWTH * size) - first,
         )
@@ -366,7 +373,7 @@ def grade_by_group(
     )
 
 
-def grpo_learner_settings(stage: Grpo) -> LearnerSettings:
+def grpo_learner_settings(stage: Grpo, seed: int = 0) -> LearnerSettings:
     """The learner of a grpo stage. From the second update of a step on, dro's penalty acts on tokens of advantage 0 too."""
     penalises_all = stage.spec.surrogate == "dro" and stage.updates_in_step > 1
     settings = surrogate_learner_settings(
@@ -377,6 +384,7 @@ def grpo_learner_settings(stage: Grpo) -> LearnerSettings:
         forward_silent_groups=stage.no_signal == "keep" or penalises_all,
         routing_replay=stage.routing_replay,
         balance_loss=stage.balance_loss,
+        seed=seed,
     )
     if stage.dro_tau is None:
         return settings
@@ -391,7 +399,7 @@ def surrogate_learner_settings(stage: Grpo | Ppo, spec: ObjectiveSpec, **setting
         objective=plain if clip is None else with_clip(plain, clip.low, clip.high, clip.dual),
         optimiser=stage.optimiser,
         temperature=stage.sampling.temperature,
-        truncates=stage.sampling.truncates,
+        truncation=stage.sampling if stage.sampling.truncates else None,
         min_new_tokens=stage.sampling.min_new_tokens,
         passes=stage.updates_per_step,
         minibatches=stage.minibatches,
@@ -502,10 +510,3 @@ def staleness_metrics(report: StepReport) -> dict[str, float]:
             for (start, version), (end, _) in pairwise(spans):
                 ages += [float(report.step - 1 - version)] * (end - start)
     return {"staleness": float(np.mean(ages)), "staleness_max": max(ages)} if ages else {}
-
-
-def has_reward_spread(scored: ScoredGroup) -> bool:
-    """Whether a group's rewards differ: their totals, or any reward of a single step of reasoning."""
-    if any(a.steps for s in scored.scored for a in s.aspects if a.weight != 0):
-        return True
-    return len({t for t in scored.totals if t is not None}) > 1

@@ -89,7 +89,7 @@ class PpoLoop(RolloutLoop):
     ) -> None:
         super().__init__(stage, seed, task, engine, rewards, world)
         self.ppo, self.kl = stage, stage.kl
-        self.learner = PpoLearner(engine.policy, stage, world)
+        self.learner = PpoLearner(engine.policy, stage, world, seed)
 
     def step(self, n: int) -> StepReport:
         self.learner.is_warming_up = n <= self.ppo.critic.warmup_steps
@@ -167,8 +167,8 @@ class PpoLearner(Learner):
     a separate forward and backward pass, and the critic's optimiser has the value head only.
     """
 
-    def __init__(self, policy: Policy, stage: Ppo, world: World = SINGLE_PROCESS) -> None:
-        super().__init__(policy, ppo_learner_settings(stage), world)
+    def __init__(self, policy: Policy, stage: Ppo, world: World = SINGLE_PROCESS, seed: int = 0) -> None:
+        super().__init__(policy, replace(ppo_learner_settings(stage), seed=seed), world)
         self.ppo, self.is_warming_up = stage, False
         self.critic = ValueModel(policy, shared=stage.critic.trunk == "shared")
         self.critic_checkpointed = (

@@ -20,7 +20,7 @@ from oncurve.training.learner.learner import Learner, prefix_group_of
 from oncurve.training.learner.optimiser import Update
 from oncurve.training.stages.grpo import grpo_learner_settings
 from oncurve.training.timing import model_flops
-from tests.training.builders import apart, graded_group, gradient, policy, snapshot, stage
+from tests.training.builders import apart, digits, graded_group, gradient, loop_for, policy, snapshot, stage
 
 MOVING = {"learning_rate": 0.02}
 
@@ -207,6 +207,20 @@ def test_top_entropy_tokens_are_those_of_the_policy_before_the_update() -> None:
     expected = Learner(policy(), grpo_learner_settings(stage()))
     expected.update(by_hand)
     assert apart(gradient(trained.model), gradient(expected.policy.model)) < 1e-5
+
+
+def test_clip_cov_draws_other_tokens_with_another_seed() -> None:
+    """The stage's seed, which a loop passes on."""
+    controls = {"clip_cov": 0.1, "clip_cov_range": [-50.0, 50.0]}
+
+    def dropped(seed: int) -> list[int]:
+        settings = grpo_learner_settings(stage(entropy=controls), seed)
+        marked = Learner(policy(), settings)._select_tokens(groups())
+        return [int(t) for t in np.flatnonzero(~np.concatenate([k for g in marked for k in g.kept]))]
+
+    assert dropped(0) == dropped(0)
+    assert len({tuple(dropped(seed)) for seed in range(4)}) == 4
+    assert loop_for({}, digits, seed=3).learner.settings.seed == 3
 
 
 def test_kl_cov_and_clip_cov_choose_by_the_samplers_log_probs() -> None:

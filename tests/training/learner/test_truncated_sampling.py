@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,11 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from oncurve.engines.native.engine import NativeEngine
 from oncurve.engines.token_sampling import truncate
 from oncurve.models.heads import lm_head
 from oncurve.models.heads.lm_head import Head, find_kept_tokens, kept_tokens
 from oncurve.recipe.schema.sections import Sampling
-from oncurve.records import Completion, StepReport
+from oncurve.records import Completion, Group, StepReport
 from oncurve.training.learner.learner import log_mass_of
 from tests.training.builders import SMOOTH, apart, digits, gradient, loop_for
 
@@ -79,6 +81,43 @@ def test_the_gradient_is_that_of_the_truncated_policy(truncation: dict[str, Any]
     ours = gradient(loop.engine.policy.model)
     assert apart(ours, gradients[0]) < 1e-4
     assert apart(ours, gradients[1]) > 0.01
+
+
+class SilentEngine(NativeEngine):
+    """As vLLM: one log-prob per token, that of the untruncated distribution."""
+
+    shares_weights = False
+
+    def sample(self, *arguments: Any, **named: Any) -> list[Group]:
+        def without(completion: Completion) -> Completion:
+            return replace(completion, sampled_logps=np.full_like(completion.logps, np.nan))
+
+        groups = super().sample(*arguments, **named)
+        return [replace(group, completions=tuple(map(without, group.completions))) for group in groups]
+
+
+@pytest.mark.parametrize("truncation", TRUNCATED.values(), ids=TRUNCATED)
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_what_a_sampler_does_not_report_is_found_by_the_learner(truncation: dict[str, Any], minibatches: int) -> None:
+    """The gradient is that with a sampler that reports it, and so are ratios and weights."""
+    gradients, metrics = [], []
+    for kind in (NativeEngine, SilentEngine):
+        options = {"sampling": {"max_new_tokens": 8, **truncation}, "optimiser": STILL, "minibatches": minibatches}
+        loop = loop_for({**options, "importance_cap": 0.9, "kl": {"beta": 0.1}}, digits)
+        loop.engine = kind(loop.engine.policy, loop.engine.settings)
+        metrics.append(loop.step(1).metrics)
+        gradients.append(gradient(loop.engine.policy.model).clone())
+    assert apart(gradients[1], gradients[0]) < 1e-4
+    for name in ("mismatch_max", "mismatch_kl", "entropy", "ratio_mean", "kl"):
+        assert metrics[1][name] == pytest.approx(metrics[0][name], abs=1e-5)
+
+
+def test_the_learner_truncates_in_the_order_of_vllm() -> None:
+    """min-p leaves 0.5, 0.3 and 0.1; of these, top-p = 0.85 keeps two (0.8 / 0.9), and of all tokens it would keep three."""
+    logp = torch.tensor([[0.5, 0.3, 0.1, 0.06, 0.04]]).log()
+    loop = loop_for({"sampling": {"top_p": 0.85, "min_p": 0.15}}, digits)
+    assert loop.learner._truncate(logp).isfinite().tolist() == [[True, True, False, False, False]]
+    assert truncate(logp, loop.stage.sampling).isfinite().tolist() == [[True, True, True, False, False]]
 
 
 def kept_under(model: torch.nn.Module, prompt: np.ndarray, completion: Completion, sampling: Sampling) -> Tensor:
@@ -170,7 +209,7 @@ def test_the_mean_ratio_is_1_over_the_kept_tokens_whatever_the_weights() -> None
         mean_M = torch.zeros(tokens, dtype=torch.float64)
         for target in range(vocabulary):
             target_M = torch.full((tokens,), target)
-            truncation = find_kept_tokens(head, hidden, target_M, 1.0, log_mass_M)
+            truncation = find_kept_tokens(head, hidden, target_M, 1.0, log_mass_M, lambda logp: logp)
             assert truncation.count_M is not None
             old_M, new_M = (lm_head.truncated_logps(head, states, target_M, 1.0, truncation)[0] for states in (hidden, moved))
             mean_M += torch.where(kept_MV[:, target], old_M.exp() * (new_M - old_M).exp(), 0.0)

@@ -22,13 +22,13 @@ from oncurve.errors import ModelError, RecipeError, RewardError
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.recipe.schema.sections import Engine
 from oncurve.recipe.schema.stages import Grpo
-from oncurve.records import Group, StepReport
+from oncurve.records import Aspect, Group, Prompt, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.stages.grpo import GrpoLoop, check_curriculum, extra_samples, group_result
 from oncurve.training.start import rewards_for
-from tests.training.builders import apart, digits, gradient, loop_for, recipe, snapshot
+from tests.training.builders import apart, completion, digits, gradient, loop_for, recipe, snapshot
 
 
 def one_by_one(reward: Callable[..., Any]) -> GrpoLoop:
@@ -139,6 +139,31 @@ def test_silent_groups_are_replaced_by_fresh_prompts() -> None:
     loud = {g.group.prompt.id for g in dropped.groups if g.has_signal}
     assert loud <= set(names), "groups that speak are kept"
     assert all(g.has_signal for g in filled.groups)
+
+
+def test_a_group_has_a_signal_if_its_rewards_give_an_advantage() -> None:
+    """Totals that differ by rounding are equal, equal rewards of single steps give none, and GDPO compares each reward."""
+
+    def group_of(name: str, *aspects: tuple[Aspect, ...]) -> ScoredGroup:
+        rows = [(completion(np.random.default_rng(0), 4), row) for row in aspects]
+        return ScoredGroup(
+            Group(Prompt(id=name, text="1"), np.arange(3), tuple(c for c, _ in rows)),
+            tuple(ScoredCompletion(c, row) for c, row in rows),
+        )
+
+    def steps(*rewards: float) -> tuple[Aspect, ...]:
+        return (Aspect("p", None, steps=tuple((t, r) for t, r in enumerate(rewards))),)
+
+    scored = [
+        group_of("rounding", (Aspect("a", 0.1), Aspect("b", 0.2)), (Aspect("a", 0.3), Aspect("b", 0.0))),
+        group_of("equal steps", steps(1.0, 1.0), steps(1.0, 1.0)),
+        group_of("steps", steps(1.0, 0.0), steps(1.0, 1.0)),
+        group_of("rewards", (Aspect("a", 0.0),), (Aspect("a", 1.0),)),
+    ]
+    assert loop_for({"no_signal": "resample"}, digits).have_signal(scored) == [False, False, True, True]
+    gdpo = loop_for({"no_signal": "resample", "objective": "gdpo"}, digits)
+    twice = group_of("more of a", (Aspect("a", 0.1), Aspect("b", 0.2, 2.0)), (Aspect("a", 0.5), Aspect("b", 0.0, 2.0)))
+    assert gdpo.have_signal([twice, scored[3]]) == [True, True], "totals of 0.5, and a counts by its own std"
 
 
 def test_resampling_ends_after_its_rounds_or_when_prompts_run_out() -> None:
