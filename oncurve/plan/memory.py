@@ -164,7 +164,7 @@ def _weights(shape: ModelShape, job: Job) -> float:
     """A model's weights, with quantised linear layers if set. Fully sharded: a shard, and two gathered layers at a time."""
     total: float = job.dtype_bytes * shape.parameters
     if job.quantise is not None:
-        total -= (job.dtype_bytes - QUANTISED_BYTES[job.quantise]) * shape.multiplied_in_all
+        total -= (job.dtype_bytes - QUANTISED_BYTES[job.quantise]) * shape.linear_parameters
     return total if _weight_shards(job) == 1 else total / job.gpus + 2 * job.dtype_bytes * shape.layer_parameters / job.tensor
 
 
@@ -311,8 +311,8 @@ def page_bytes(job: Job, tokens: int) -> float:
 
 def slots_in_flight(job: Job) -> int:
     """Completions decoded at once: limited by the slots, and by the room that prompts leave in the KV cache."""
-    room = kv_pool(job) - job.rank_prompts * page_bytes(job, job.prompt_tokens)
-    return max(1, min(_slots(job), int(room / page_bytes(job, job.new_tokens))))
+    room, of_completion = kv_pool(job) - job.rank_prompts * page_bytes(job, job.prompt_tokens), page_bytes(job, job.new_tokens)
+    return max(1, min(_slots(job), int(room / of_completion))) if of_completion else _slots(job)
 
 
 def _slots(job: Job) -> int:
@@ -320,12 +320,14 @@ def _slots(job: Job) -> int:
 
 
 def _sampling(job: Job) -> float:
-    """A decode step's logits and, on a GPU, its partial attention results per page; CUDA graphs keep both allocated."""
+    """A decode step's logits, the states of recurrent layers and, on a GPU, the partial attention results per page; CUDA graphs
+    keep all of them allocated."""
     S, shape = _slots(job), job.shape
+    states = S * shape.state_bytes(job.dtype_bytes)
     if job.gpu.is_cpu:
-        return S * shape.vocabulary * SAMPLED_LOGIT_BYTES_CPU
+        return states + S * shape.vocabulary * SAMPLED_LOGIT_BYTES_CPU
     pages = math.ceil(job.prompt_tokens / PAGE_GPU) + math.ceil(job.new_tokens / PAGE_GPU)
-    return 4 * S * (shape.vocabulary + pages * shape.q_width)
+    return states + 4 * S * (shape.vocabulary + pages * shape.q_width)
 
 
 def _head_chunk(job: Job, *, backward: bool) -> float:

@@ -107,7 +107,7 @@ def pass_seconds(shape: ModelShape, job: Job, rates: Rates, *, backward: bool, h
     if head:
         # The backward pass has one more product if the head itself is trained.
         products += 2 * shape.head_parameters * job.rows * job.mean_tokens * (1 + ((1 if frozen else 2) if backward else 0))
-    attention = shape.layers * 4 * shape.q_width * _attended_pairs(job) * (1 + (2.5 if backward else 0) + recomputed)
+    attention = shape.layers_with_cache * 4 * shape.q_width * _attended_pairs(job) * (1 + (2.5 if backward else 0) + recomputed)
     forward_passes, backward_passes = MEMORY_PASSES["fused" if uses_fused_kernels(shape, job) else "modules"]
     passes = forward_passes * (1 + recomputed) + (backward_passes if backward else 0)
     traffic = shape.layers * tokens * (layer_bytes(shape, job) * passes + _adapter_bytes(shape, job, backward, recomputed))
@@ -154,11 +154,12 @@ def decode_steps(job: Job) -> float:
 
 
 def decode_seconds(job: Job, rates: Rates) -> float:
-    """One token for every slot: weights and KV cache read once, and the fixed costs."""
+    """One token for every slot: weights and KV cache read once, recurrent states read and written, and the fixed costs."""
     shape, b, of = job.shape, job.dtype_bytes, rates.of
     slots = slots_in_flight(job)
     cached = min(job.rank_prompts, slots) * job.prompt_tokens + slots * job.mean_tokens / 2
     read = b * (shape.multiplied_in_all + shape.head_parameters) + cached * shape.kv_bytes(b) + slots * shape.vocabulary * 12
+    read += 2 * slots * shape.state_bytes(b)
     flops = 2 * slots * (shape.multiplied + shape.head_parameters)
     split = job.gpus if job.sharding == "full" else 1
     busy = max(read / (rates.bytes * of.decode), flops / (rates.flops * of.products)) / split

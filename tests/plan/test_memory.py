@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from oncurve.models.loading.load import build_tokenizer
 from oncurve.models.packing import PrefixGroup, build_pack
 from oncurve.models.policy import Policy
-from oncurve.plan.hardware import GIB, this_cpu
+from oncurve.plan.hardware import GIB, GPUS, this_cpu
 from oncurve.plan.job import Job
 from oncurve.plan.memory import (
     activation_bytes,
@@ -27,6 +27,7 @@ from oncurve.plan.memory import (
 )
 from oncurve.plan.model_shape import ModelShape, shape_of_config
 from oncurve.plan.model_table import MODELS
+from oncurve.plan.step_time import seconds_of
 from tests.plan.jobs import SMALL, job
 
 BILLION = ModelShape("1B", 16, 2048, 32, 8, 64, 8192, 128_256, 131_072, tied=True)
@@ -348,6 +349,22 @@ def test_an_adapter_needs_less_than_full_training(planned_job: Job) -> None:
     if full.shape is SMALL or full.shape.width < 512:
         return
     assert memory_of(lora).peak.total <= memory_of(full).peak.total
+
+
+@pytest.mark.parametrize("gpu", ["H200", "cpu"])
+def test_every_slot_has_the_states_of_recurrent_layers(gpu: str) -> None:
+    """18 delta-nets of Qwen3.5-0.8B, each with 16 matrices of 128 × 128 in float32: 4.8 GB for 256 slots."""
+    matrices = 18 * 16 * 128 * 128
+    hybrid = replace(SMALL, state_numbers=1000, float32_state_numbers=matrices)
+    device = this_cpu(1) if gpu == "cpu" else GPUS[gpu]
+    plain = replace(job(SMALL, prompts=64, slots=256, dtype="bfloat16"), gpu=device)
+    more = {
+        phase: parts["sampling"] - phases(plain)[phase]["sampling"]
+        for phase, parts in phases(replace(plain, shape=hybrid)).items()
+    }
+    assert set(more.values()) == {256 * (2 * 1000 + 4 * matrices)}
+    assert 256 * 4 * matrices == 4_831_838_208
+    assert seconds_of(replace(plain, shape=hybrid)).phases["sample"] > seconds_of(plain).phases["sample"]
 
 
 def test_a_natural_gradient_by_hand() -> None:

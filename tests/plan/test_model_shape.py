@@ -10,11 +10,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from oncurve.errors import ModelError
+from oncurve.errors import ModelError, RecipeError
 from oncurve.models.loading.load import build_model, build_tokenizer
+from oncurve.plan.memory import memory_of, slots_in_flight
 from oncurve.plan.model_shape import ModelShape, read_config, shape_of_config, tiny_shape
 from oncurve.plan.model_table import MODELS, find_shape
+from oncurve.plan.request import with_settings
+from oncurve.plan.step_time import seconds_of
 from oncurve.recipe.schema.model import TinyModel
+from tests.plan.jobs import job
 
 PUBLISHED = {
     "Qwen/Qwen3-0.6B": 596_049_920,
@@ -195,9 +199,9 @@ def test_a_folder_and_its_config_are_one(tmp_path: Path) -> None:
 
 
 def test_text_inside_a_larger_config_is_read(tmp_path: Path) -> None:
-    outer = {"model_type": "gemma3", "text_config": {**SMALL, "model_type": "gemma3_text", "head_dim": 32}}
-    inner = shape_of_config(outer["text_config"], "x")  # type: ignore[arg-type]
-    assert shape_of_config(outer, "x") == inner
+    text = {**SMALL, "model_type": "gemma3_text", "head_dim": 32, "max_position_embeddings": 512}
+    outer = {"model_type": "gemma3", "text_config": text}
+    assert shape_of_config(outer, "x") == shape_of_config(text, "x")
 
 
 def test_a_download_in_the_cache_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,3 +232,146 @@ def test_a_file_that_is_no_config_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ModelError, match=r"config\.json"):
         read_config(path, "x")
+
+
+def published(**keys: Any) -> dict[str, Any]:
+    """A config.json as it is on the hub, with what loading it adds or ignores."""
+    return {"torch_dtype": "bfloat16", "transformers_version": "4.56.0", "use_cache": True, "bos_token_id": 1, **keys}
+
+
+QWEN3_NEXT = published(
+    model_type="qwen3_next", hidden_size=2048, num_hidden_layers=8, full_attention_interval=4, num_attention_heads=16,
+    num_key_value_heads=2, head_dim=256, partial_rotary_factor=0.25, intermediate_size=5120, moe_intermediate_size=512,
+    shared_expert_intermediate_size=512, num_experts=16, num_experts_per_tok=10, decoder_sparse_step=1, mlp_only_layers=[],
+    linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+    linear_value_head_dim=128, max_position_embeddings=262_144, rope_scaling=None, rope_theta=10_000_000, vocab_size=151_936,
+    tie_word_embeddings=False,
+)  # fmt: skip
+"""Qwen3-Next-80B-A3B with 8 of 48 layers and 16 of 512 experts."""
+LFM2 = published(
+    model_type="lfm2", block_auto_adjust_ff_dim=True, block_dim=2048, block_ff_dim=12_288, block_ffn_dim_multiplier=1.0,
+    block_multiple_of=256, block_norm_eps=1e-5, block_use_swiglu=True, conv_L_cache=3, conv_bias=False, conv_dim=2048,
+    full_attn_idxs=[2, 5, 8, 10, 12, 14], hidden_size=2048, max_position_embeddings=128_000, norm_eps=1e-5,
+    num_attention_heads=32, num_heads=32, num_hidden_layers=16, num_key_value_heads=8, rope_theta=1e6, vocab_size=65_536,
+)  # fmt: skip
+"""LFM2-1.2B."""
+NEMOTRON_H = published(
+    model_type="nemotron_h", hybrid_override_pattern="M-M*-", num_hidden_layers=5, hidden_size=4096, intermediate_size=21_504,
+    attention_head_dim=128, head_dim=128, num_attention_heads=32, num_key_value_heads=8, mamba_head_dim=64,
+    mamba_num_heads=128, n_groups=8, ssm_state_size=128, conv_kernel=4, expand=2, chunk_size=128, vocab_size=131_072,
+    max_position_embeddings=8192, tie_word_embeddings=False, mlp_hidden_act="relu2", auto_map={"AutoConfig": "code.Config"},
+)  # fmt: skip
+"""Nemotron-H-8B with 5 of 52 layers. transformers' class has 8 experts by default, and no layer here has any."""
+GRANITE4 = published(
+    model_type="granitemoehybrid", layer_types=["mamba", "attention"], num_hidden_layers=2, hidden_size=1536,
+    intermediate_size=512, shared_intermediate_size=1024, num_local_experts=8, num_experts_per_tok=6, num_attention_heads=12,
+    num_key_value_heads=4, mamba_d_conv=4, mamba_d_head=64, mamba_d_state=128, mamba_expand=2, mamba_n_groups=1,
+    mamba_n_heads=48, mamba_chunk_size=256, position_embedding_type="nope", vocab_size=100_352, tie_word_embeddings=True,
+    max_position_embeddings=131_072, rope_scaling=None, rope_theta=10_000,
+)  # fmt: skip
+"""Granite 4.0 H Tiny with 2 of 40 layers and 8 of 64 experts."""
+GPT2 = {"model_type": "gpt2", "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+        "vocab_size": 50_257}  # fmt: skip
+MAMBA2 = published(
+    model_type="mamba2", hidden_size=768, num_hidden_layers=2, num_heads=24, head_dim=64, state_size=128, n_groups=1,
+    conv_kernel=4, expand=2, chunk_size=256, vocab_size=50_288, tie_word_embeddings=True,
+    time_step_limit=[0.0, {"__float__": "Infinity"}],
+)  # fmt: skip
+"""Mamba2-130m with 2 of 24 layers; transformers 5 writes infinity like this."""
+FALCON = published(
+    model_type="falcon", hidden_size=4544, num_hidden_layers=2, num_attention_heads=71, multi_query=True, parallel_attn=True,
+    alibi=False, bias=False, new_decoder_architecture=False, vocab_size=65_024,
+)  # fmt: skip
+"""Falcon-7B with 2 of 32 layers."""
+KIMI_LINEAR = published(
+    model_type="kimi_linear", hidden_size=2304, num_hidden_layers=4, num_attention_heads=32, num_key_value_heads=32,
+    head_dim=72, intermediate_size=9216, first_k_dense_replace=1, moe_intermediate_size=1024, num_experts=16,
+    num_experts_per_token=8, num_shared_experts=1, kv_lora_rank=512, q_lora_rank=None, qk_nope_head_dim=128,
+    qk_rope_head_dim=64, v_head_dim=128, mla_use_nope=True, vocab_size=163_840, tie_word_embeddings=False,
+    linear_attn_config={"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 128, "num_heads": 32,
+                        "short_conv_kernel_size": 4},
+)  # fmt: skip
+"""Kimi-Linear-48B-A3B with 4 of 27 layers and 16 of 256 experts."""
+
+
+@pytest.mark.parametrize(
+    ("config", "attention_layers", "kv", "state"),
+    [
+        (QWEN3_NEXT, 2, 2 * 2 * 2 * 256, 6 * (2 * 8192 * 4 + 4 * 32 * 128 * 128)),
+        (LFM2, 6, 6 * 2 * 8 * 64, 10 * 2 * 2048 * 3),
+        (NEMOTRON_H, 1, 2 * 8 * 128, 2 * (2 * 10_240 * 4 + 4 * 128 * 64 * 128)),
+        (GRANITE4, 1, 2 * 4 * 128, 2 * 3328 * 4 + 4 * 48 * 64 * 128),
+        (GPT2, 12, 12 * 2 * 768, 0),
+        (MAMBA2, 0, 0, 2 * (2 * 1792 * 4 + 4 * 24 * 64 * 128)),
+        (FALCON, 2, 2 * 2 * 64, 0),
+        (KIMI_LINEAR, 1, 2 * 32 * (128 + 64), 3 * (2 * 12_288 * 4 + 4 * 32 * 128 * 128)),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_config_of_the_hub_has_its_caches(
+    config: dict[str, Any], attention_layers: int, kv: int, state: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The KV cache in numbers per token, and the states in bytes per sequence with weights in 16 bits, computed by hand: the
+    inputs of a convolution in 16 bits, and the matrices of the recurrence in float32."""
+    shape = shape_of_config(config, "hub")
+    assert shape.layers_with_cache == attention_layers
+    assert shape.kv_bytes(1) == kv
+    assert shape.state_bytes(2) == state
+    assert capfd.readouterr().err == "", "transformers' advice about kernels is no part of a plan"
+
+
+@pytest.mark.parametrize(
+    ("config", "parameters", "mlp_width", "context"),
+    [(LFM2, 1_170_340_608, 12_288, 128_000), (GPT2, 124_439_808, 3072, 1024)],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
+)
+def test_a_config_of_the_hub_has_its_size(config: dict[str, Any], parameters: int, mlp_width: int, context: int) -> None:
+    shape = shape_of_config(config, "hub")
+    assert (shape.parameters, shape.mlp_width, shape.context) == (parameters, mlp_width, context)
+
+
+def test_a_model_without_experts_has_none_by_default() -> None:
+    shape = shape_of_config(NEMOTRON_H, "dense")
+    assert (shape.experts, shape.mlp_width) == (0, 21_504)
+    assert shape.active_parameters == shape.parameters
+
+
+def test_gpt_2_has_adapters_on_its_transposed_layers() -> None:
+    """Each layer has q, k and v in one, o, and the MLP's two."""
+    widths = (768 + 3 * 768) + (768 + 768) + (768 + 3072) + (3072 + 768)
+    assert shape_of_config(GPT2, "gpt2").adapter_parameters(4) == 12 * 4 * widths
+
+
+def test_a_text_config_without_defaults_is_completed() -> None:
+    """As in the config.json of gemma-3-4b."""
+    text = {"hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+            "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}  # fmt: skip
+    shape = shape_of_config({"model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 1152}}, "gemma")
+    assert shape.parameters == 3_880_263_168
+    assert shape.kv_bytes(2) == 34 * 2 * 4 * 256 * 2
+
+
+def test_a_family_unknown_to_transformers_is_counted_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    shape = shape_of_config({**SMALL, "model_type": "brand_new"}, "new")
+    assert shape.parameters == shape_of_config({**SMALL, "model_type": "llama"}, "new").parameters
+    assert "can't build a model of type brand_new" in caplog.text
+
+
+def test_a_model_without_attention_can_be_planned() -> None:
+    planned = job(shape_of_config(MAMBA2, "mamba2"), new_tokens=200)
+    assert memory_of(planned).peak.total > 0
+    assert slots_in_flight(planned) == planned.rows
+    assert seconds_of(planned).step > 0
+
+
+EXPERTS = {**SMALL, "model_type": "qwen3_moe", "num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+           "head_dim": 16, "max_position_embeddings": 4096}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [EXPERTS, {**EXPERTS, "model_type": "flex_olmo"}], ids=["by formula", "counted"])
+def test_experts_are_not_linear_modules(config: dict[str, Any]) -> None:
+    shape = shape_of_config(config, "moe")
+    assert shape.linear_parameters == 2 * sum(a * b for a, b in shape.attention_matrices)
+    assert not shape.can_be_quantised
+    with pytest.raises(RecipeError, match=r"model\.quantise.*experts"):
+        with_settings(job(shape), quantise="nf4", lora_rank=4)
