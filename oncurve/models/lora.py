@@ -274,6 +274,11 @@ def _replace(model: Any, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), attribute, module)
 
 
+def quantised_modules(model: nn.Module) -> list[Any]:
+    """The linear modules that bitsandbytes has quantised."""
+    return [module for module in model.modules() if _is_quantised(module)]
+
+
 def _is_quantised(module: nn.Module) -> bool:
     return type(module).__name__ in ("Linear4bit", "Linear8bitLt") and not _is_adapted(module)
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
-from oncurve.errors import ModelError
+from oncurve.errors import ModelError, RecipeError
 from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, load_policy
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
@@ -129,6 +131,20 @@ def test_an_export_is_a_plain_model_with_the_adapter_merged(kind: str, base: Pat
     with torch.no_grad():
         assert torch.allclose(again.pack_logps(pack())[0], policy.pack_logps(pack())[0], atol=5 * NEAR[kind])
     assert not lora.is_attached(again.model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mixture_of_experts_is_refused(kind: str, base: Path, tmp_path: Path) -> None:
+    """Its experts would stay in 16 bits: bitsandbytes quantises linear modules only."""
+    settings = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
+    )  # fmt: skip
+    shutil.copytree(base, tmp_path / "mixture")
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "mixture")
+    config = {"source": str(tmp_path / "mixture"), "lora": {"rank": 4}, "quantise": kind, "device": "cpu"}
+    with pytest.raises(RecipeError, match=r"8\d% .* not in linear modules.*layers\.0\.mlp\.experts"):
+        load_policy(Model.model_validate(config), alphabet=None, seed=0)
 
 
 def test_a_saved_dora_adapter_is_refused(base: Path, tmp_path: Path) -> None:

@@ -207,6 +207,8 @@ def load_base(config: Model) -> tuple[Any, Any]:
             because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
             fix="use a folder in Hugging Face format, a .gguf file, or a hub id that is cached or reachable",
         ) from error
+    if config.quantise is not None:
+        _check_quantised(config.quantise, model)
     load.check_complete(config.source, report["missing_keys"])
     load.check_finite(config.source, model)
     load.check_end_tokens(config.source, model)
@@ -274,6 +276,25 @@ def _quantisation_options(config: Model) -> dict[str, Any]:
             bnb_4bit_compute_dtype=getattr(torch, config.dtype),
         )
     return {"quantization_config": quantisation, "device_map": {"": choose_device(config.device)}}
+
+
+def _check_quantised(kind: str, model: PreTrainedModel) -> None:
+    """Refuse a model most of whose layers stay in 16 bits. bitsandbytes quantises linear modules only, and transformers holds
+    all experts of a layer in one tensor."""
+    quantised = lora.quantised_modules(model)
+    linear = sum(module.in_features * module.out_features for module in quantised)
+    skipped = [*quantised, model.get_input_embeddings(), model.get_output_embeddings()]
+    of_skipped = {id(p) for module in skipped if module is not None for p in module.parameters()}
+    others = {name: p.numel() for name, p in model.named_parameters() if id(p) not in of_skipped}
+    if linear < sum(others.values()):
+        share = sum(others.values()) / (linear + sum(others.values()))
+        raise RecipeError(
+            "model.quantise",
+            kind,
+            because=f"{share:.0%} of the weights of its layers are not in linear modules, which are all that bitsandbytes "
+            f"quantises: the largest is {max(others, key=lambda name: others[name])}",
+            fix="remove model.quantise; in a mixture of experts the weights stay in 16 bits",
+        )
 
 
 def _check_tiny(config: Model) -> None:

@@ -66,7 +66,8 @@ class Model(Section):
     """Folder of a saved LoRA adapter for `source`. If `lora` is set, the adapter is trained further, with the rank and targets
     of the folder; otherwise it is merged into the weights."""
     quantise: Literal["nf4", "int8"] | None = None
-    """QLoRA: hold the frozen base model in 4 or 8 bits (bitsandbytes); needs `lora`."""
+    """QLoRA: hold the linear layers of the frozen base model in 4 or 8 bits (bitsandbytes); needs `lora`. A mixture of experts
+    is refused, because its experts are not linear layers and would stay in 16 bits."""
     tiny: TinyModel = TinyModel()
     """The shape of the built-in model; used only if `source` is `tiny`."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
