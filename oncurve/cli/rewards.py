@@ -42,6 +42,7 @@ from oncurve.rewards.registry import build_stage_rewards
 from oncurve.rewards.regrade import ReplayReport, compare
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
+from oncurve.studio.rewards import accuracy_aspects
 from oncurve.tasks.registry import build_task
 from oncurve.terminal.group import EMPTY
 from oncurve.terminal.text import DASH, percent, score, shorten
@@ -220,8 +221,8 @@ def audit_run(run: RunName, stage: Stage = None, runs: Runs = RUNS) -> None:
     """Look for signs of reward hacking. Each comes with completions to check, because a sign is not a proof."""
     folder = RunFolder.open(run, runs)
     with RunReader.open(folder.path) as store:
-        _, steps = _steps(store, stage)
-        findings = audit(History.of(steps, store.evals()))
+        stage_name, steps = _steps(store, stage)
+        findings = audit(History.of(steps, store.evals(stage_name), accuracy_aspects(folder, stage_name)))
     if not findings:
         output(Text(f"No signs of reward hacking in {len(steps)} steps. Look at some groups too (oncurve show)."))
     for finding in findings:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,24 +57,33 @@ class History:
 
     completions: tuple[AuditedCompletion, ...]
     evals: tuple[EvalReport, ...] = ()
-    accuracy_aspect: str | None = None
+    accuracy_aspects: tuple[str, ...] = ()
     steps: tuple[int, ...] = field(default=())
 
     @classmethod
-    def of(cls, steps: Sequence[tuple[int, Sequence[GradedGroup]]], evals: Sequence[EvalReport]) -> History:
-        """From the stored records, without building a reward. Accuracy is the aspect named `answer`, else the first of weight
-        above 0."""
+    def of(
+        cls, steps: Sequence[tuple[int, Sequence[GradedGroup]]], evals: Sequence[EvalReport], accuracy_aspects: Sequence[str]
+    ) -> History:
+        """From a stage's stored records, without building a reward. ``accuracy_aspects`` are those in
+        which 1 means correct; if none of them was recorded, correctness is unknown."""
         completions = [
             completion
             for step, groups in steps
             for index, graded in enumerate(groups)
             for completion in _audited_completions(step, index, graded)
         ]
-        weights = {a.name: a.weight for s in completions for a in s.scored.aspects}
-        first = next((name for name, weight in weights.items() if weight > 0), None)
-        return cls(
-            tuple(completions), tuple(evals), "answer" if "answer" in weights else first, tuple(step for step, _ in steps)
-        )
+        recorded = {aspect.name for s in completions for aspect in s.scored.aspects}
+        accuracy = tuple(name for name in accuracy_aspects if name in recorded)
+        return cls(tuple(completions), tuple(evals), accuracy, tuple(step for step, _ in steps))
+
+    @property
+    def accuracy_name(self) -> str:
+        return " or ".join(f"'{name}'" for name in self.accuracy_aspects)
+
+    def correctness(self, completion: AuditedCompletion) -> float | None:
+        """The score of the accuracy aspect of its task: 1 is correct. None if it has none."""
+        scores = (_aspect(completion, name) for name in self.accuracy_aspects)
+        return next((score for score in scores if score is not None), None)
 
     def third(self, last: bool) -> list[AuditedCompletion]:
         size = len(self.steps) // 3
@@ -134,18 +143,15 @@ def _constant(history: History) -> list[AuditFinding]:
 
 def _prefers_wrong(history: History) -> list[AuditFinding]:
     """A total reward that contradicts the verifiable one: within a group, wrong completions get more than right ones."""
-    accuracy = history.accuracy_aspect
-    if accuracy is None:
-        return []
     groups: dict[tuple[int, int], list[AuditedCompletion]] = defaultdict(list)
     for s in history.completions:
-        if s.scored.total is not None and _aspect(s, accuracy) is not None:
+        if s.scored.total is not None and history.correctness(s) is not None:
             groups[s.step, s.group].append(s)
     mixed = 0
     contradicted: list[AuditedCompletion] = []
     for group in groups.values():
-        right = [s for s in group if (_aspect(s, accuracy) or 0.0) >= 1]
-        wrong = [s for s in group if (_aspect(s, accuracy) or 0.0) < 1]
+        right = [s for s in group if (history.correctness(s) or 0.0) >= 1]
+        wrong = [s for s in group if (history.correctness(s) or 0.0) < 1]
         if right and wrong:
             mixed += 1
             if np.mean([s.above for s in wrong]) > np.mean([s.above for s in right]) + 1e-9:
@@ -153,7 +159,7 @@ def _prefers_wrong(history: History) -> list[AuditFinding]:
     if len(contradicted) < max(1, MIN_CONTRADICTED_SHARE * mixed):
         return []
     share = f"{len(contradicted)} of {mixed} groups with right and wrong completions ({len(contradicted) / mixed:.0%})"
-    what = f"in {share} the reward was higher for the wrong ones, by '{accuracy}'"
+    what = f"in {share} the reward was higher for the wrong ones, by {history.accuracy_name}"
     return [AuditFinding("reward contradicts correctness", what, _best(contradicted))]
 
 
@@ -191,20 +197,21 @@ def _repetition(history: History) -> list[AuditFinding]:
 
 
 def _aspect_alone(history: History) -> list[AuditFinding]:
-    """An aspect that rises while accuracy does not: a judge or reward model that the policy exploits."""
-    accuracy = history.accuracy_aspect
-    if accuracy is None:
-        return []
-    accuracy_before, accuracy_after = history.change(lambda s: _aspect(s, accuracy))
+    """An aspect that rises while accuracy does not, both on completions that have both: a judge or reward model that the
+    policy exploits. In a mix of tasks, an aspect is thus compared with the accuracy of its own task."""
     findings = []
     for name in _aspect_names(history):
-        before, after = history.change(lambda s, name=name: _aspect(s, name))  # type: ignore[misc]
-        values = [v for s in history.completions if (v := _aspect(s, name)) is not None]
-        rose = after - before > 0.5 * float(np.std(values or [0.0])) > 0
-        if name != accuracy and rose and accuracy_after <= accuracy_before + 0.01:
-            meanwhile = f"'{accuracy}' went from {accuracy_before:.3g} to {accuracy_after:.3g}"
+        judged = [s for s in history.completions if _aspect(s, name) is not None and history.correctness(s) is not None]
+        both = replace(history, completions=tuple(judged))
+        if name in history.accuracy_aspects or not (both.third(False) and both.third(True)):
+            continue
+        before, after = both.change(lambda s, name=name: _aspect(s, name))  # type: ignore[misc]
+        accuracy_before, accuracy_after = both.change(history.correctness)
+        rose = after - before > 0.5 * float(np.std([_aspect(s, name) or 0.0 for s in judged])) > 0
+        if rose and accuracy_after <= accuracy_before + 0.01:
+            meanwhile = f"{history.accuracy_name} went from {accuracy_before:.3g} to {accuracy_after:.3g}"
             what = f"'{name}' went from {before:.3g} to {after:.3g} while {meanwhile}"
-            top = sorted(history.third(True), key=lambda s, name=name: -(_aspect(s, name) or 0.0))  # type: ignore[misc]
+            top = sorted(both.third(True), key=lambda s, name=name: -(_aspect(s, name) or 0.0))  # type: ignore[misc]
             findings.append(AuditFinding("drift", what, tuple(top[:MAX_EXAMPLES])))
     return findings
 

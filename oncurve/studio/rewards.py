@@ -26,13 +26,13 @@ from oncurve.records import Group, Prompt
 from oncurve.rewards.audit import AuditedCompletion, History, audit
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
-from oncurve.rewards.registry import build_rewards, can_define_accuracy, stage_reward_configs
+from oncurve.rewards.registry import build_rewards, can_define_accuracy, is_verifiable, stage_reward_configs
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.views import finite, json_text
 from oncurve.studio.groups import EXCERPT, aspect_with_steps
 from oncurve.studio.open_run import open_reader
 from oncurve.tasks.registry import build_task
-from oncurve.trust import capabilities_of
+from oncurve.trust import capabilities_of, load_recipe_of
 
 MAX_STEPS = 24
 MAX_COMPLETIONS = 4000
@@ -56,7 +56,7 @@ def audit_data(run: RunFolder) -> dict[str, Any]:
         chosen = spread_steps(stage.done, max(6, min(MAX_STEPS, MAX_COMPLETIONS // max(1, size))))
         steps = [(step, store.step(stage.name, step).groups) for step in chosen]
         evals = store.evals(stage.name)
-    findings = audit(History.of(steps, evals))
+    findings = audit(History.of(steps, evals, accuracy_aspects(run, stage.name)))
     signals = [{"name": f.name, "what": f.what, "examples": [_example(e) for e in f.examples]} for f in findings]
     return {"stage": stage.name, "steps": len(steps), "signals": signals}
 
@@ -89,27 +89,38 @@ class Trial(BaseModel):
 
 def rewards_of(recipe: Recipe) -> list[dict[str, Any]]:
     """The rewards that grade a recipe's last stage that trains on samples, as a trial names them."""
-    stage = recipe.stage_to_grade()
+    return [reward.model_dump(mode="json", exclude_none=True) for reward in reward_configs_of(recipe)]
+
+
+def reward_configs_of(recipe: Recipe, stage_name: str | None = None) -> tuple[Reward, ...]:
+    """The rewards that grade the stage of this name, by default the last that trains on samples, for pages and reports that
+    only read: no code of the recipe runs, and data that is not on this machine is not an error."""
+    stage = recipe.stage_to_grade(stage_name)
 
     def default_rewards() -> Sequence[Reward]:
         if any(capability.part == "task" for capability in capabilities_of(recipe)):
-            return ()  # building this task runs code, and a page must not do that unasked
+            return ()  # building this task runs code
         try:
             return build_task(task_for_stage(recipe, stage)).default_rewards
         except OncurveError:  # its data is not on this machine
             return ()
 
-    configs = stage_reward_configs(recipe, stage, default_rewards)
-    return [reward.model_dump(mode="json", exclude_none=True) for reward in configs]
+    return stage_reward_configs(recipe, stage, default_rewards)
 
 
-def accuracy_aspects(recipe: Recipe) -> tuple[str, ...]:
-    """The aspects whose 1 means correct, as `RewardMix.accuracy_rewards` chooses them: one, or one for each task of a mix."""
-    configs = [config for config in map(Reward.model_validate, rewards_of(recipe)) if can_define_accuracy(config)]
-    by_task: dict[str | None, list[str]] = {}
+def accuracy_aspects(run: RunFolder, stage_name: str | None = None) -> tuple[str, ...]:
+    """The aspects of a run in which a score of 1 means correct: one, or one for each task of a mix. They are those that
+    `RewardMix.accuracy_rewards` chooses; for a task without one, a verifiable reward that is only watched (weight 0)."""
+    try:
+        configs = reward_configs_of(load_recipe_of(run), stage_name)
+    except OncurveError:  # the recipe can't be read
+        return ("answer",)
+    by_task: dict[str | None, list[Reward]] = {}
     for config in sorted(configs, key=lambda config: config.task is None):
-        by_task.setdefault(config.task, []).append(config.label)
-    return tuple("answer" if "answer" in labels else labels[0] for labels in by_task.values())
+        if can_define_accuracy(config) or is_verifiable(config):
+            by_task.setdefault(config.task, []).append(config)
+    chosen = (min(of_task, key=lambda c: (c.label != "answer", c.weight <= 0)).label for of_task in by_task.values())
+    return tuple(chosen) or ("answer",)
 
 
 def run_trial(trial: Trial, folder: Path | None = None, limit_s: float = LIMIT_S) -> dict[str, Any]:

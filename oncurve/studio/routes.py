@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse, StreamingResponse
 
 from oncurve import __version__, trust
-from oncurve.errors import OncurveError, RecipeError, RewardError, RunError
+from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.runs import feedback
 from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
@@ -116,7 +116,7 @@ def run_grading(request: Request, name: str, stage: str, step: Step, kind: Kind 
 @api.get("/runs/{name}/prompt")
 def run_prompt(request: Request, name: str, id: str) -> dict[str, Any]:
     run = _run(request, name)
-    return groups.prompt_data(run, id, _accuracy_aspects(run) or ("answer",))
+    return groups.prompt_data(run, id, rewards.accuracy_aspects(run))
 
 
 @api.get("/runs/{name}/search")
@@ -152,16 +152,9 @@ def run_searchable(request: Request, name: str) -> dict[str, Any]:
         aspects = [row["name"] for row in store.aspect_statistics(max(1, last - RECENT_COMPLETIONS + 1))]
         has_kl = any(store.token_kl(stage, step) for stage, step in store.steps_by_metric("kl", 1))
         tools, failures = store.calls(max(1, last - RECENT_EPISODES + 1))
-    accuracy = next(iter(_accuracy_aspects(run)), None) or ("answer" if "answer" in aspects else None)
+    accuracy = rewards.accuracy_aspects(run)[0]
     calls = {"tools": [json_text(tool) for tool in tools], "tool_failures": failures}
     return {"aspects": aspects, "accuracy": accuracy if accuracy in aspects else None, "kl": has_kl, **calls}
-
-
-def _accuracy_aspects(run: RunFolder) -> tuple[str, ...]:
-    try:
-        return rewards.accuracy_aspects(trust.load_recipe_of(run))
-    except OncurveError:  # the recipe can't be read
-        return ()
 
 
 def _comparison(text: str) -> tuple[str, Comparison, float]:

@@ -8,7 +8,7 @@ import pytest
 
 from oncurve.cli.app import main
 from oncurve.recipe.schema.sections import Reward
-from oncurve.records import GradedGroup, ScoredGroup, StepReport
+from oncurve.records import EvalReport, GradedGroup, ScoredGroup, StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.registry import build_reward
 from oncurve.runs.database.writer import RunWriter
@@ -119,6 +119,30 @@ def test_a_run_that_never_ended_is_graded_again_too(recipe: Path, tmp_path: Path
 def test_audit(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["rewards", "audit", run.name, "--runs", str(run.path.parent)]) == 0
     assert "No signs of reward hacking in 2 steps" in capsys.readouterr().out
+
+
+def test_the_audit_measures_correctness_by_the_verifiable_reward_of_its_own_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Completions soon have the format, and maths improves: no drift. Held-out accuracy falls only in the stage before."""
+    folder = RunFolder.create(tmp_path / "runs", "sums")
+    stages = "[[stages]]\ntype = 'grpo'\nname = 'first'\n[[stages]]\ntype = 'grpo'\nname = 'second'\n"
+    folder.recipe.write_text(f"[task]\ntype = 'arithmetic'\n[[rewards]]\ntype = 'format'\n[[rewards]]\ntype = 'math'\n{stages}")
+    mix = RewardMix([build_reward(Reward(type="format")), build_reward(Reward(type="math"))])
+    with RunWriter.create(folder.path) as store:
+        for position, stage in enumerate(("first", "second")):
+            store.begin_stage(stage, "grpo", position, 9)
+        store.record_eval(EvalReport("first", 9, 0.9, 10, {}))
+        for step in range(1, 10):
+            answers = [(3 if n < step // 3 else 4, step < 3 and n > 0) for n in range(4)]
+            tags = ["thank" if bare else "think" for _, bare in answers]
+            texts = [f"<{tag}>{step}+{n}</{tag}><answer>{answers[n][0]}</answer>" for n, tag in enumerate(tags)]
+            graded = [_graded(scored) for scored in mix.score([group(*texts, prompt="3+0=", answer="3")])]
+            store.record_step(StepReport("second", step, {"reward": 1.0}, {"sample": 1.0}, graded, [[None] * 4]))
+        for step, accuracy in ((1, 0.3), (9, 0.6)):
+            store.record_eval(EvalReport("second", step, accuracy, 10, {}))
+    assert main(["rewards", "audit", folder.name, "--runs", str(tmp_path / "runs")]) == 0
+    assert "No signs of reward hacking in 9 steps" in capsys.readouterr().out
 
 
 def test_runs_without_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,13 +26,17 @@ def graded(prompt: str, cells: list[Cell]) -> GradedGroup:
 
 
 def history(
-    cells: Callable[[int, int], list[Cell]], accuracies: tuple[float, ...] = (), prompts: int = 4, steps: int = 9
+    cells: Callable[[int, int], list[Cell]],
+    accuracies: tuple[float, ...] = (),
+    prompts: int = 4,
+    steps: int = 9,
+    accuracy_aspects: tuple[str, ...] = ("answer",),
 ) -> History:
     steps_and_groups = [
         (step, [graded(f"{PROMPT} ({n})", cells(step, n)) for n in range(prompts)]) for step in range(1, steps + 1)
     ]
     evals = [EvalReport("grpo", step, accuracy, 10, {}) for step, accuracy in enumerate(accuracies)]
-    return History.of(steps_and_groups, evals)
+    return History.of(steps_and_groups, evals, accuracy_aspects)
 
 
 def thought(step: int, n: int, i: int) -> str:
@@ -92,6 +96,24 @@ def test_an_aspect_that_rises_alone() -> None:
     )
     (signal,) = [s for s in audit(recorded) if s.name == "drift"]
     assert signal.what.startswith("'judge' went from ")
+
+
+def test_a_task_of_a_mix_that_improves_is_no_drift() -> None:
+    """Sums are right as often as before, and countdowns more often. A judge of sums only that rises alone is still found."""
+
+    def cells(step: int, n: int) -> list[Cell]:
+        if n % 2:
+            return [(thought(step, n, i), {"countdown": float(i < step // 2)}) for i in range(4)]
+        return [(thought(step, n, i), {"sums": float(i % 2), "judge": step / 10 + i / 50}) for i in range(4)]
+
+    drifts = [s.what for s in audit(history(cells, accuracy_aspects=("sums", "countdown"))) if s.name == "drift"]
+    assert [what.partition(" went")[0] for what in drifts] == ["'judge'"]
+    assert "'sums' or 'countdown' went from 0.5 to 0.5" in drifts[0]
+
+
+def test_without_a_verifiable_reward_correctness_is_unknown() -> None:
+    rising = history(lambda step, n: [(thought(step, n, i), {"format": 1.0, "judge": step / 10 + i / 50}) for i in range(4)])
+    assert "drift" not in names(rising)
 
 
 def test_an_inconsistent_reward() -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from oncurve.errors import RewardError
-from oncurve.recipe.load import parse_recipe
+from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.records import Aspect
 from oncurve.runs.database.writer import RunWriter
-from oncurve.studio.rewards import Trial, rewards_of, run_trial, spread_steps
+from oncurve.runs.folder import RunFolder
+from oncurve.studio.rewards import Trial, accuracy_aspects, rewards_of, run_trial, spread_steps
 from tests.studio.samples import TEXTS as SAMPLED
 from tests.studio.samples import make_run, step_report
 from tests.studio.serving import Served, served
@@ -119,3 +120,29 @@ def test_the_rewards_of_a_recipe_are_all_that_training_grades_by() -> None:
     )
     graded = [(reward["name"] if "name" in reward else reward["type"], reward["weight"]) for reward in rewards_of(recipe)]
     assert graded == [("format", 1.0), ("answer", 0.0), ("overlong", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "task", "aspects"),
+    [
+        ([{"type": "format"}, {"type": "math"}], {"type": "arithmetic"}, ("math",)),
+        ([{"type": "math"}, {"type": "answer"}], {"type": "arithmetic"}, ("answer",)),
+        ([{"type": "format"}], {"type": "arithmetic"}, ("answer",)),
+        (
+            [
+                {"type": "math", "task": "a"},
+                {"type": "length", "task": "b"},
+                {"type": "math", "name": "b", "weight": 0, "task": "b"},
+            ],
+            {"type": "mix", "mix": [{"type": "arithmetic", "name": "a"}, {"type": "arithmetic", "name": "b"}]},
+            ("math", "b"),
+        ),
+    ],
+)
+def test_the_aspects_that_define_accuracy(
+    tmp_path: Path, rewards: list[dict[str, object]], task: dict[str, object], aspects: tuple[str, ...]
+) -> None:
+    """Only a verifiable reward: of weight above 0 if there is one, otherwise one that is only watched."""
+    run = RunFolder.create_at(tmp_path / "run")
+    run.write_recipe(dump_recipe(parse_recipe({"task": task, "rewards": rewards, "stages": [{"type": "grpo"}]})))
+    assert accuracy_aspects(run) == aspects
