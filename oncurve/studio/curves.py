@@ -90,8 +90,8 @@ def downsample(points: Sequence[tuple[int, float]], max_points: int) -> list[tup
     sampled: list[tuple[int, float]] = []
     for start in range(0, len(points), span):
         part = points[start : start + span]
-        extremes = {min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])}
-        sampled += sorted(extremes)
+        numbers = [point for point in part if not math.isnan(point[1])] or part[:1]
+        sampled += sorted({min(numbers, key=lambda point: point[1]), max(numbers, key=lambda point: point[1])})
     return sampled
 
 

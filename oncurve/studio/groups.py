@@ -38,7 +38,7 @@ from oncurve.runs.database.reader import Kind
 from oncurve.runs.folder import RunFolder
 from oncurve.runs.views import aspect_view, completion_view, finite, finite_values, json_text
 from oncurve.studio.open_run import open_reader
-from oncurve.studio.queries import CompletionFilter, CompletionPage, StudioQueries
+from oncurve.studio.queries import CompletionFilter, CompletionPage
 from oncurve.tasks.base import TAGS
 from oncurve.trust import load_recipe_of
 
@@ -341,24 +341,29 @@ def search_data(run: RunFolder, conditions: CompletionFilter, before: int | None
 
 
 def highest_kl(run: RunFolder, conditions: CompletionFilter, limit: int = 50) -> dict[str, Any]:
-    """The completions furthest from the reference by mean KL per token, in the steps whose KL was highest."""
+    """The completions that match and are furthest from the reference, by mean KL per token that the policy wrote, in the steps
+    whose KL was highest."""
     with open_reader(run) as store:
-        steps = store.steps_by_metric("kl", KL_STEPS)
+        if conditions.asks_for_calls and not store.has_episodes():
+            return _page(CompletionPage(), store.last_completion())
+        steps = store.steps_by_metric("kl", KL_STEPS, conditions.stage)
         if conditions.stage is not None and conditions.step is not None:
             steps = [(conditions.stage, conditions.step)]
-        candidates = _with_kl(store, steps)
+        searched = [row for stage, step in steps for row in store.token_kl(stage, step, conditions)]
         total = store.last_completion()
+    candidates = [(kl, row) for row in searched if row["matches"] and (kl := _mean_kl(row)) is not None]
     highest = sorted(candidates, key=lambda pair: -pair[0])[:limit]
-    page = _page(CompletionPage([row for _, row in highest], None, len(candidates)), total)
+    page = _page(CompletionPage([row for _, row in highest], None, len(searched)), total)
     for entry, (kl, _) in zip(page["completions"], highest, strict=True):
         entry["kl"] = kl
     return page
 
 
-def _with_kl(store: StudioQueries, steps: list[tuple[str, int]]) -> list[tuple[float, sqlite3.Row]]:
-    rows = [row for stage, step in steps for row in store.token_kl(stage, step)]
-    means = ((float(np.mean(row_codec.floats(row["kl"]))), row) for row in rows if row["kl"])
-    return [(kl, row) for kl, row in means if np.isfinite(kl)]
+def _mean_kl(row: sqlite3.Row) -> float | None:
+    """The mean over the loss mask: tokens that the environment wrote have no KL and are recorded as 0."""
+    kl = row_codec.floats(row["kl"])
+    written = kl if row["loss_mask"] is None else kl[row_codec.bools(row["loss_mask"])]
+    return float(np.mean(written)) if len(written) and np.isfinite(written).all() else None
 
 
 def _page(page: CompletionPage, total: int) -> dict[str, Any]:

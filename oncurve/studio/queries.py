@@ -104,7 +104,7 @@ class StudioQueries(RunReader):
         self, conditions: CompletionFilter, before: int | None = None, limit: int = PAGE, budget_s: float = BUDGET_S
     ) -> CompletionPage:
         """Completions that match, newest first, with ids below ``before``."""
-        if conditions.asks_for_calls and not self._has_episodes():
+        if conditions.asks_for_calls and not self.has_episodes():
             return CompletionPage(searched=self.last_completion())
         condition, values = conditions.condition()
         top = self._last_id("completions") + 1 if before is None else before
@@ -124,13 +124,13 @@ class StudioQueries(RunReader):
         reached = rows[limit - 1]["id"] if full else high
         return CompletionPage(rows[:limit], reached if full or high > low_end else None, start - reached)
 
-    def _has_episodes(self) -> bool:
+    def has_episodes(self) -> bool:
         """False for a run that is older than the table."""
         return bool(self._query("SELECT 1 FROM sqlite_master WHERE name = 'episodes'"))
 
     def calls(self, since: int) -> tuple[list[str], list[str]]:
         """(the tools that were called, how calls failed) in completions from id ``since`` on."""
-        if not self._has_episodes():
+        if not self.has_episodes():
             return [], []
         kinds = "SELECT DISTINCT json_extract(call.value, '$[{}]') AS kind FROM {} WHERE completion_id >= ? ORDER BY kind"
         tools, failures = ([row["kind"] for row in self._query(kinds.format(at, CALLS), since)] for at in (0, 3))
@@ -183,28 +183,23 @@ class StudioQueries(RunReader):
             stage, step, kind,
         )  # fmt: skip
 
-    def metric_names(self, stage: str) -> list[str]:
-        """The metrics of a stage's first and last step: all of its metrics, without a scan over the steps."""
+    def steps_by_metric(self, name: str, count: int, stage: str | None = None) -> list[tuple[str, int]]:
+        """The steps, of one stage or of all, at which a metric was highest."""
         rows = self._query(
-            """SELECT DISTINCT name FROM metrics WHERE stage = :stage AND step IN (
-               (SELECT min(step) FROM steps WHERE stage = :stage), (SELECT max(step) FROM steps WHERE stage = :stage))
-               ORDER BY name""",
-            stage=stage,
-        )
-        return [row["name"] for row in rows]
-
-    def steps_by_metric(self, name: str, count: int) -> list[tuple[str, int]]:
-        """The steps at which a metric was highest."""
-        rows = self._query("SELECT stage, step FROM metrics WHERE name = ? ORDER BY value DESC LIMIT ?", name, count)
+            """SELECT stage, step FROM metrics WHERE name = :name AND (:stage IS NULL OR stage = :stage)
+               ORDER BY value DESC LIMIT :count""",
+            name=name, stage=stage, count=count,
+        )  # fmt: skip
         return [(row["stage"], row["step"]) for row in rows]
 
-    def token_kl(self, stage: str, step: int) -> list[sqlite3.Row]:
-        """The completions of a step that have per-token KL, with that KL."""
+    def token_kl(self, stage: str, step: int, conditions: CompletionFilter | None = None) -> list[sqlite3.Row]:
+        """The completions of a step that have per-token KL, with that KL; ``matches`` says whether the conditions hold."""
+        condition, values = (conditions or CompletionFilter()).condition()
         return self._query(
-            f"""SELECT {LISTED}, kl FROM groups JOIN completions ON group_id = groups.id
+            f"""SELECT {LISTED}, kl, loss_mask, ({condition}) AS matches FROM groups JOIN completions ON group_id = groups.id
                 JOIN tokens ON completion_id = completions.id
                 WHERE stage = ? AND step = ? AND kind = 'train' AND kl IS NOT NULL""",
-            stage, step,
+            *values, stage, step,
         )  # fmt: skip
 
     def last_sampled(self) -> StageRow | None:

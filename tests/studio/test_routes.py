@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import math
 import subprocess
 import sys
 import urllib.request
@@ -91,6 +92,27 @@ def test_thinning_keeps_the_spikes() -> None:
     assert (7000, -99.0) in sampled
     assert sampled == sorted(sampled)
     assert downsample(points[:50], 100) == points[:50]
+
+
+def test_thinning_keeps_the_spikes_of_a_span_that_begins_with_a_gap() -> None:
+    points = [(step, math.nan if step % 200 == 0 else 1.0) for step in range(10_000)]
+    points[1234], points[7000], points[7001] = (1234, 99.0), (7000, math.nan), (7001, -99.0)
+    sampled = downsample(points, 100)
+    assert {(1234, 99.0), (7001, -99.0)} <= set(sampled)
+    assert downsample([(step, math.nan) for step in range(1000)], 100)[0][0] == 0
+
+
+def test_a_metric_that_is_logged_now_and_then_has_its_curve(tmp_path: Path) -> None:
+    """`heldout_loss` is logged at every evaluation, and a run that still trains has not logged it at its last step."""
+    run = make_run(tmp_path, "live", steps=0, finished=False)
+    with RunWriter.open(run.path) as store:
+        for step in range(1, 6):
+            report = step_report(step)
+            more = {"heldout_loss": 2.0 / step} if step in (2, 4) else {}
+            store.record_step(dataclasses.replace(report, metrics={**report.metrics, **more}))
+    (stage,) = curves(run)["stages"]
+    assert stage["metrics"]["heldout_loss"] == {"steps": [2, 4], "values": [1.0, 0.5]}
+    assert list(stage["metrics"]) == sorted({*step_report(1).metrics, "heldout_loss", "seconds/sample", "seconds/update"})
 
 
 def test_a_group_in_full(studio: Served) -> None:
@@ -193,6 +215,40 @@ def test_the_highest_kl_first(studio: Served) -> None:
     found = studio.ask("/api/runs/sums-1/search?highest_kl=true").json["completions"]
     assert found[0]["step"] == 4
     assert [one["kl"] for one in found] == sorted((one["kl"] for one in found), reverse=True)
+
+
+def test_the_highest_kl_among_matches(studio: Served) -> None:
+    """Text, an aspect and the split are conditions of this search too. All completions that it looked at are counted."""
+    everything = studio.ask("/api/runs/sums-1/search?highest_kl=true").json
+    wrong = [one["id"] for one in everything["completions"] if one["text"].endswith("<answer>4</answer>")]
+    assert 0 < len(wrong) < len(everything["completions"])
+    found = studio.ask(f"/api/runs/sums-1/search?highest_kl=true&text={quote('<answer>4')}").json
+    assert [one["id"] for one in found["completions"]] == wrong
+    assert found["seen"] == everything["seen"]
+    right = studio.ask("/api/runs/sums-1/search?highest_kl=true&aspect=answer:ge:1").json["completions"]
+    assert right
+    assert all((one["total"] or 0) >= 1 for one in right)
+    assert studio.ask("/api/runs/sums-1/search?highest_kl=true&kind=eval").json["completions"] == []
+
+
+def test_the_kl_of_an_agent_is_over_its_own_tokens(tmp_path: Path) -> None:
+    """Half of the tokens are the environment's; their KL is stored as 0."""
+    run = make_run(tmp_path, "agent", steps=0)
+    report = step_report(1)
+    graded, tokens = report.groups[0], report.stats[0][0]
+    assert tokens is not None
+    first = graded.scored.scored[0]
+    mask = np.arange(len(first.completion.token_ids)) % 2 == 0
+    masked = dataclasses.replace(first, completion=dataclasses.replace(first.completion, loss_mask=mask))
+    scored = dataclasses.replace(graded.scored, scored=(masked, *graded.scored.scored[1:]))
+    kl = np.where(mask, np.float32(0.5), np.float32(0.0))
+    stats = ((dataclasses.replace(tokens, kl=kl), *report.stats[0][1:]), *report.stats[1:])
+    groups = (dataclasses.replace(graded, scored=scored), *report.groups[1:])
+    with RunWriter.open(run.path) as store:
+        store.record_step(dataclasses.replace(report, groups=groups, stats=stats))
+    with served(tmp_path) as here:
+        found = here.ask("/api/runs/agent/search?highest_kl=true").json["completions"]
+    assert found[0]["kl"] == pytest.approx(0.5)
 
 
 def test_pages_of_a_search_meet_without_a_gap(studio: Served) -> None:

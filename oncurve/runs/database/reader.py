@@ -215,8 +215,16 @@ class RunReader:
         return self._decoded(rows, lambda row: (int(row["step"]), _number_or_nan(row["value"])))
 
     def metric_names(self, stage: str) -> list[str]:
-        """The names of all metrics that a stage has logged."""
-        rows = self._query("SELECT DISTINCT name FROM metrics WHERE stage = ? ORDER BY name", stage)
+        """The names of all metrics that a stage has logged. Each name is one search in the primary key, which begins with
+        stage and name, so the time does not depend on the number of steps."""
+        rows = self._query(
+            """WITH RECURSIVE names(name) AS (
+                   SELECT min(name) FROM metrics WHERE stage = :stage UNION ALL
+                   SELECT (SELECT min(name) FROM metrics WHERE stage = :stage AND name > names.name) FROM names
+                   WHERE name IS NOT NULL)
+               SELECT name FROM names WHERE name IS NOT NULL""",
+            stage=stage,
+        )
         return [row["name"] for row in rows]
 
     def metrics_of(self, stage: str, step: int) -> dict[str, float]:
