@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints, Validation
 
 from oncurve.errors import OncurveError
 from oncurve.runs.atomic_files import read_file, write_file_atomically
-from oncurve.runs.checkpoints.listing import best_of_run
+from oncurve.runs.checkpoints.listing import best_of_run, list_checkpoints
 from oncurve.runs.database.reader import StageRow
 from oncurve.runs.folder import RunEntry, RunFolder, list_runs
 from oncurve.runs.views import eval_view, finite, finite_values, json_text, run_view, stage_view
@@ -78,7 +78,16 @@ def run_data(entry: RunEntry) -> dict[str, Any]:
 
 
 def _no_numbers() -> dict[str, Any]:
-    return {"eta": None, "evals": [], "best": None, "metrics": {}, "completions": 0, "failures": 0, "seconds": None}
+    return {
+        "eta": None,
+        "evals": [],
+        "best": None,
+        "checkpoint": None,
+        "metrics": {},
+        "completions": 0,
+        "failures": 0,
+        "seconds": None,
+    }
 
 
 def _numbers(entry: RunEntry) -> dict[str, Any]:
@@ -99,6 +108,7 @@ def _numbers(entry: RunEntry) -> dict[str, Any]:
         "eta": fmean(recent) * max(0, current.steps - current.done) if recent and current is not None else None,
         "evals": [{**eval_view(report), "by_difficulty": report.by_difficulty} for report in summary.evals],
         "best": _best(run),
+        "checkpoint": _newest_checkpoint(run, summary.stages),
         "metrics": finite_values(summary.last_metrics),
         "seconds": seconds,
         "completions": summary.completions,
@@ -115,6 +125,17 @@ def _best(run: RunFolder) -> dict[str, Any] | None:
     if best is None:
         return None
     return {"stage": best.stage, "step": best.step, "metric": best.metric, "value": finite(best.value)}
+
+
+def _newest_checkpoint(run: RunFolder, begun: tuple[StageRow, ...]) -> dict[str, Any] | None:
+    """The newest checkpoint of the stages that have begun, which a copied command forks.
+
+    Example: {"stage": "grpo", "step": 150}
+    """
+    order = {stage.name: stage.position for stage in begun}
+    entries = [entry for entry in list_checkpoints(run.checkpoints) if entry.stage in order]
+    newest = max(entries, key=lambda entry: (order[entry.stage], entry.step), default=None)
+    return None if newest is None else {"stage": newest.stage, "step": newest.step}
 
 
 def _stages(run: RunFolder, begun: tuple[StageRow, ...]) -> list[dict[str, Any]]:

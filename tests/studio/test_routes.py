@@ -37,6 +37,19 @@ def test_the_list_shows_every_folder(studio: Served) -> None:
     assert "newer version" in runs["newer"]["reason"]
 
 
+def test_the_newest_checkpoint_is_the_one_to_fork(tmp_path: Path) -> None:
+    """Not the last step, which may have none; stages in the order of training, not of the alphabet."""
+    run = make_run(tmp_path, "live", finished=False)
+    assert overview(tmp_path)[0]["checkpoint"] is None
+    with RunWriter.open(run.path) as store:
+        store.begin_stage("after", "grpo", 1, 8)
+    for name in ("grpo-000001", "grpo-000003", "unknown-000009"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert overview(tmp_path)[0]["checkpoint"] == {"stage": "grpo", "step": 3}
+    (run.checkpoints / "after-000002").mkdir()
+    assert overview(tmp_path)[0]["checkpoint"] == {"stage": "after", "step": 2}
+
+
 def test_prometheus_reads_every_run(studio: Served) -> None:
     text = studio.ask("/metrics").body.decode()
     assert 'oncurve_run_status{run="sums-1",status="finished"} 1\n' in text

@@ -17,6 +17,8 @@ export interface RunState {
   evals: EvalPoint[];
   /** The step that RUN@best names. */
   best: Best | null;
+  /** The newest checkpoint; null if there is none yet. */
+  checkpoint: { stage: string; step: number } | null;
   metrics: Record<string, number | null>;
   completions: number;
   failures: number;
