@@ -47,8 +47,15 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     make_run(folder, "sums", steps=4)
     turns = make_run(folder, "turns", steps=0, finished=False)
     report = step_report(1)
+    token_stats = []
+    for one in report.stats[0]:
+        assert one is not None
+        entropy = one.entropy.copy()
+        entropy[2:4] = 9.0  # of the environment's tokens, higher than of any other
+        token_stats.append(replace(one, entropy=entropy))
     with RunWriter.open(turns.path) as store:
-        store.record_step(replace(report, groups=(with_environment(report.groups[0]), *report.groups[1:])))
+        groups = (with_environment(report.groups[0]), *report.groups[1:])
+        store.record_step(replace(report, groups=groups, stats=(tuple(token_stats), *report.stats[1:])))
     turns.set_status("finished")
     with served(folder) as studio:
         yield studio
@@ -144,6 +151,13 @@ def test_the_turns_of_an_environment_are_marked(here: Served, browser: Browser) 
         assert [text.lower() for text in card.locator(".turn").all_inner_texts()] == ["environment", "policy"]
         card.locator("[data-t='2']").click()
         expect(card.locator("[data-token]")).to_contain_text("not trained on")
+
+
+def test_an_environment_s_tokens_do_not_pale_the_others(here: Served, browser: Browser) -> None:
+    """Their entropy, 9 nats, is no end of the colour scale; that of the policy's tokens is below 1."""
+    with a_page(browser, f"{here.address}/#/groups/turns/at/grpo/1/0") as watched:
+        watched.page.get_by_label("Colour by").select_option("entropy")
+        expect(watched.page.get_by_role("img", name=re.compile(r"^Colour scale from 0 to (0\.\d+|1) nats$"))).to_be_visible()
 
 
 def test_an_agent_s_turns_show_its_tool_calls(here: Served, browser: Browser) -> None:

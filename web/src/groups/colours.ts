@@ -17,12 +17,15 @@ export const COLOURS: { by: ColourBy; name: string; says: string }[] = [
 export const has = (completions: Completion[], by: ColourBy): boolean =>
   by === "none" || completions.some((one) => one.tokens[by as keyof Tokens] !== null);
 
-/** The largest absolute value in the group, so that colours can be compared across its completions. */
+/** The largest absolute value of the group's own tokens, so that colours can be compared across its completions. */
 export function extent(completions: Completion[], by: ColourBy): number {
   let most = 0;
-  for (const { tokens } of completions) for (let t = 0; t < tokens.ids.length; t++) most = Math.max(most, Math.abs(size(tokens, by, t)));
+  for (const { tokens } of completions) for (let t = 0; t < tokens.ids.length; t++) if (isOwn(tokens, t)) most = Math.max(most, Math.abs(size(tokens, by, t)));
   return most || 1;
 }
+
+/** Whether the policy wrote a token; the environment's are not coloured. */
+const isOwn = (tokens: Tokens, t: number): boolean => !tokens.mask || tokens.mask[t] === true;
 
 function size(tokens: Tokens, by: ColourBy, t: number): number {
   if (by === "none") return 0;
@@ -32,8 +35,7 @@ function size(tokens: Tokens, by: ColourBy, t: number): number {
 }
 
 export function colour(tokens: Tokens, by: ColourBy, t: number, most: number): string {
-  if (by === "none") return "transparent";
-  if (tokens.mask && !tokens.mask[t]) return "transparent";
+  if (by === "none" || !isOwn(tokens, t)) return "transparent";
   const share = size(tokens, by, t) / most;
   // The theme sets the strongest colour that keeps the text readable.
   const strength = `calc(var(--strength) * ${Math.min(1, Math.abs(share)).toFixed(3)})`;
@@ -47,8 +49,8 @@ export function facts(tokens: Tokens, t: number): [string, string][] {
   if (tokens.advantage) found.push(["advantage", signed(tokens.advantage[t], 3)]);
   if (tokens.ratio) found.push(["ratio", `${number(tokens.ratio[t], 4)}${tokens.clipped?.[t] ? ", clipped" : ""}`]);
   if (tokens.entropy) found.push(["entropy", `${number(tokens.entropy[t])} nats`]);
-  if (tokens.kl) found.push(["KL", `${number(tokens.kl[t])} nats`]);
-  if (tokens.mask && !tokens.mask[t]) found.push(["written by", "the environment: not trained on"]);
+  if (tokens.kl && isOwn(tokens, t)) found.push(["KL", `${number(tokens.kl[t])} nats`]);
+  if (!isOwn(tokens, t)) found.push(["written by", "the environment: not trained on"]);
   return found;
 }
 
