@@ -13,7 +13,8 @@ import pytest
 from playwright.sync_api import Browser, Page, expect
 
 from tests.studio.browsing import a_browser, a_page
-from tests.studio.serving import Served
+from tests.studio.samples import make_run, make_stage_run
+from tests.studio.serving import Served, served
 
 pytestmark = pytest.mark.slow
 CONTENT = Path(__file__).resolve().parents[2] / "web" / "src" / "learn" / "content"
@@ -138,6 +139,24 @@ def test_the_update_figure(studio: Served, browser: Browser) -> None:
         for _ in range(18):
             update.get_by_role("button", name=re.compile("^(Next|Another round)$")).click()
         assert right() > before + 10
+
+
+def test_the_update_figure_says_what_the_update_did(studio: Served, browser: Browser) -> None:
+    """Round 1: every answer moves as its advantage says. Round 4: "twelve" loses despite a positive one. Round 7: no
+    signal."""
+    says = {
+        1: "those with a positive advantage have gained, and those with a negative one have lost",
+        4: "“twelve” has a positive advantage and lost",
+        7: "All rewards of the group are equal, so no advantage moves the policy",
+    }
+    with a_page(browser, f"{studio.address}/#/learn/algorithm") as watched:
+        update = watched.page.get_by_role("region", name="One GRPO update, step by step")
+        for number in range(1, 8):
+            expect(update.get_by_role("heading", name=f"The group, round {number}")).to_be_visible()
+            update.get_by_role("button", name="6 Update").click()
+            if number in says:
+                expect(update.locator(".says")).to_contain_text(says[number])
+            update.get_by_role("button", name="Another round").click()
 
 
 def test_the_memory_figure_shows_the_critic_s_half(studio: Served, browser: Browser) -> None:
@@ -371,6 +390,31 @@ def test_a_group_of_one_s_own_run_is_the_example_of_several_figures(studio: Serv
         expect(page.get_by_text("The dots are the prompts of step")).to_be_visible()
         page.get_by_role("combobox", name="Example").first.select_option("")
         expect(page.get_by_text("The dots are the prompts of step")).to_have_count(0)
+
+
+def test_the_figures_follow_the_settings_of_one_s_own_run(tmp_path: Path, browser: Browser) -> None:
+    """Dr. GRPO does not divide by the std; a KL in the reward can't be computed here; PPO is no example of GRPO."""
+    make_run(tmp_path, "doctor", sets=("grpo.objective='dr_grpo'",))
+    make_run(tmp_path, "leashed", sets=("grpo.kl.where='reward'",))
+    make_stage_run(tmp_path, "critic", [("ppo", "ppo", {"reward": 1.0})])
+    with served(tmp_path) as here, a_page(browser, f"{here.address}/#/learn/advantages") as watched:
+        page = watched.page
+        choice = page.get_by_role("combobox", name="Example")
+        choice.select_option("doctor")
+        assert {*choice.locator("option").all_inner_texts()} == {"built in", "your run doctor", "your run leashed"}
+        expect(page.get_by_label("Divide by")).to_have_value("none")
+        rewards = np.array([1.1, 1.0, 0.1, 0.0])
+        assert numbers(page, "b[data-advantage]") == pytest.approx(rewards - rewards.mean(), abs=0.006)
+        page.get_by_role("button", name="Weak group").click()
+        expect(page.get_by_label("Divide by")).to_have_value("group")
+        choice.select_option("leashed")
+        expect(page.get_by_text("Computed with the mean and the std of the group, unlike in your run.")).to_be_visible()
+        page.goto(f"{here.address}/#/learn")
+        picture = page.get_by_role("region", name="GRPO in one picture")
+        picture.get_by_role("button", name="4 Advantage").click()
+        expect(picture).to_contain_text("These are the advantages that your run recorded. This run subtracts the KL")
+        picture.get_by_role("combobox", name="Example").select_option("doctor")
+        expect(picture).to_contain_text("your run does not divide by the std")
 
 
 def test_the_weight_of_a_prompt_under_the_std(studio: Served, browser: Browser) -> None:
