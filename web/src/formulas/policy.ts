@@ -51,6 +51,12 @@ export function step(logits: readonly number[], reference: readonly number[], re
   return { before, sampled, rewards, advantages: graded, losses, path, logits: now, after, kl: divergence(after, reference) };
 }
 
+/** The sampled answers whose probability changed against the sign of their advantage. Answers share the probability, so another's larger change can outweigh an advantage. */
+export function movedAgainst(one: Step): number[] {
+  const against = one.sampled.filter((answer, index) => (one.advantages[index] ?? 0) * ((one.after[answer] ?? 0) - (one.before[answer] ?? 0)) < 0);
+  return [...new Set(against)];
+}
+
 export function asSampled(sampled: readonly number[], graded: readonly number[], now: readonly number[], old: readonly number[], reference: readonly number[]): Sampled[] {
   const log = (of: readonly number[], one: number): number[] => [Math.log(of[one] ?? 1)];
   return sampled.map((one, index) => ({ logpNew: log(now, one), logpOld: log(old, one), logpRef: log(reference, one), advantage: graded[index] ?? 0 }));
