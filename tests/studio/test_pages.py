@@ -294,4 +294,4 @@ def test_first_paint_is_quick(studio: Served, browser: Browser) -> None:
         settled(watched.page)
         painted = watched.page.evaluate("performance.getEntriesByName('first-contentful-paint')[0]?.startTime")
         print(f"first contentful paint after {painted:.0f} ms")
-        assert painted < 10_000  # the goal is 1 s on a free machine; this one may be busy with other tests
+        assert painted < 10_000  # the goal is 0.4 s on an idle machine; this one may be busy with other tests
