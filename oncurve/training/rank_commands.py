@@ -27,8 +27,18 @@ BuildTasksAndRewards = Callable[[Recipe], tuple[TaskOf, RewardsOf]]
 
 
 def check_world_size(recipe: Recipe, world: World) -> None:
-    """Raises an OncurveError if the ranks that were started are not those of the recipe, or can't run it."""
+    """Raises an OncurveError if the ranks that were started are not those of the recipe, or can't run it. The learners of a Ray
+    cluster, which have other processes beside them, are not checked here."""
     check_scale(recipe)
+    for key in ("samplers", "reward_workers"):
+        if count := getattr(recipe.scale, key):
+            without = [f"--set scale.{k}=0" for k in (key, "max_staleness") if k == key or recipe.scale.max_staleness]
+            raise RecipeError(
+                f"scale.{key}",
+                count,
+                because="these processes run on a Ray cluster, and none was named",
+                fix=f"add --ray auto to oncurve train, or train without them: {' '.join(without)}",
+            )
     if recipe.scale.ranks != world.size:
         ranks = recipe.scale.ranks
         raise ScaleError(

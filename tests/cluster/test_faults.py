@@ -11,11 +11,9 @@ from typing import Any
 
 import pytest
 
-from oncurve.training.start import begin
 from tests.cluster.conftest import SMALL
-from tests.cluster.started import Started, each_group_once, last_step, same_as, same_as_in_one_process
+from tests.cluster.started import Started, each_group_once, in_one_process, last_step, same_as, same_as_in_one_process
 from tests.faults.cases import FORMAT, GRPO, HURRIED, recipe
-from tests.faults.sameness import everything
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +25,7 @@ RUN = recipe(STAGE, rewards=[HURRIED, FORMAT], scale={"samplers": 2, "reward_wor
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What RUN leaves in one process."""
-    return everything(begin(RUN, out=tmp_path_factory.mktemp("plain") / "run"))
+    return in_one_process(RUN, tmp_path_factory.mktemp("plain") / "run")
 
 
 def check_undisturbed(started: Started, undisturbed: dict[str, str]) -> str:
