@@ -40,7 +40,13 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.training.listeners import Listener
 from oncurve.training.rank_commands import check_scale
-from oncurve.training.start import build_tasks_and_rewards, check_resumable, with_machine_overrides, write_first_files
+from oncurve.training.start import (
+    build_tasks_and_rewards,
+    check_new_run,
+    check_resumable,
+    with_machine_overrides,
+    write_first_files,
+)
 from oncurve.training.trainer import TimeUp
 
 MAX_LEARNER_DEATHS = 3
@@ -71,6 +77,8 @@ def train(request: TrainRequest, address: str, listeners: Sequence[Listener] = (
     _check_scale(recipe)
     _check_staleness(recipe)
     build_tasks_and_rewards(recipe)  # refuses a recipe that can't run before any actor is started
+    if request.run is None:
+        check_new_run(recipe)
     ray_client.connect(address)
     try:
         check_capacity(recipe)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from oncurve.errors import RunError, did_you_mean
 
@@ -12,7 +13,8 @@ from oncurve.errors import RunError, did_you_mean
 class Metric:
     """One metric. A name that ends in ``/`` stands for a family: ``reward/`` explains ``reward/answer``.
 
-    ``repeatable`` is False if the metric measures the machine: two identical runs differ in it.
+    ``repeatable`` is False if the metric measures the machine: two identical runs differ in it. ``best`` is the value that
+    `keep_best` looks for, None if neither is better.
     """
 
     name: str
@@ -20,6 +22,7 @@ class Metric:
     one_sentence: str
     healthy: str
     repeatable: bool = True
+    best: Literal["highest", "lowest"] | None = None
 
 
 _TABLE = (
@@ -28,6 +31,7 @@ _TABLE = (
         "reward",
         "Mean total reward of the step's completions, without those that could not be rewarded.",
         "rises, then levels off",
+        best="highest",
     ),
     Metric(
         "reward_std",
@@ -40,19 +44,22 @@ _TABLE = (
         "reward",
         "Mean value of one reward aspect, before its weight.",
         "rises; if it falls while the total rises, the policy trades it for other rewards",
+        best="highest",
     ),
     Metric(
         "accuracy",
         "share",
         "Share of completions that are correct, if there is a verifiable reward.",
         "rises; held-out accuracy should follow it",
+        best="highest",
     ),
-    Metric("accuracy/", "share", "Share of correct completions of one task of a mix.", "rises for each task"),
+    Metric("accuracy/", "share", "Share of correct completions of one task of a mix.", "rises for each task", best="highest"),
     Metric(
         "pass_at/",
         "share",
         "Probability that at least one of k answers to a held-out problem is right (unbiased).",
         "rises with accuracy; if it falls while accuracy rises, answers have lost their variety",
+        best="highest",
     ),
     Metric("turns", "turns", "Mean number of the model's turns in a completion with tools.", "as many as the task needs"),
     Metric("tool_calls", "calls", "Mean number of tool calls of a completion.", "as many as the task needs"),
@@ -62,12 +69,23 @@ _TABLE = (
         "Share of tool calls that failed: not parseable, an unknown tool, wrong arguments, an exception or a time limit (not "
         "recorded for agent programs, which run their tools themselves).",
         "falls towards 0",
+        best="lowest",
     ),
     Metric(
-        "samples_kept", "completions", "Completions of the step that were kept as demonstrations (rejection_sample).", "above 0"
+        "samples_kept",
+        "completions",
+        "Completions of the step that were kept as demonstrations (rejection_sample).",
+        "above 0",
+        best="highest",
     ),
     Metric("comparisons", "pairs", "New comparisons that the reward model learned from after this step (iterate).", "above 0"),
-    Metric("reward_model_loss", "loss", "The reward model's loss at the last update of a round (iterate).", "below 0.69"),
+    Metric(
+        "reward_model_loss",
+        "loss",
+        "The reward model's loss at the last update of a round (iterate).",
+        "below 0.69",
+        best="lowest",
+    ),
     Metric(
         "experiences",
         "entries",
@@ -81,7 +99,11 @@ _TABLE = (
         "above 0 at first",
     ),
     Metric(
-        "heldout_with", "share", "Held-out accuracy with the library in the prompt (training_free).", "above heldout_without"
+        "heldout_with",
+        "share",
+        "Held-out accuracy with the library in the prompt (training_free).",
+        "above heldout_without",
+        best="highest",
     ),
     Metric(
         "heldout_without",
@@ -94,6 +116,7 @@ _TABLE = (
         "reward",
         "Held-out reward with the library in the prompt, if there is no verifiable reward (training_free).",
         "above heldout_reward_without",
+        best="highest",
     ),
     Metric(
         "heldout_reward_without",
@@ -101,18 +124,26 @@ _TABLE = (
         "Held-out reward of the same model without the library, if there is no verifiable reward (training_free).",
         "constant: the baseline",
     ),
-    Metric("maj_at/", "share", "Share of held-out problems whose most frequent answer among k is right.", "above accuracy"),
+    Metric(
+        "maj_at/",
+        "share",
+        "Share of held-out problems whose most frequent answer among k is right.",
+        "above accuracy",
+        best="highest",
+    ),
     Metric(
         "no_signal_share",
         "share",
         "Share of groups whose advantages are all 0: every completion got the same reward.",
         "below 0.5; near 1 the prompts are too easy or too hard",
+        best="lowest",
     ),
     Metric(
         "no_signal_samples",
         "share",
         "Share of completions in groups without signal (curriculum), smaller than no_signal_share if group sizes adapt.",
         "below no_signal_share of a run without a curriculum",
+        best="lowest",
     ),
     Metric("known_prompts", "prompts", "Prompts that have been sampled and have a pass rate (curriculum).", "rises"),
     Metric(
@@ -120,18 +151,21 @@ _TABLE = (
         "share",
         "Running pass rate of one level of difficulty, measured on prompts when they are first sampled (curriculum).",
         "rises; a level near 1 is sampled less",
+        best="highest",
     ),
     Metric(
         "cut_share",
         "share",
         "Share of completions that were truncated at the length limit.",
         "near 0; if it grows, raise max_new_tokens or penalise length",
+        best="lowest",
     ),
     Metric(
         "failure_share",
         "share",
         "Share of completions that could not be rewarded: a reward raised an error, timed out or returned no number.",
         "0",
+        best="lowest",
     ),
     Metric(
         "length_mean", "tokens", "Mean number of tokens that the policy sampled per completion.", "steady or changing slowly"
@@ -163,18 +197,21 @@ _TABLE = (
         "Mean estimate per forwarded token of the KL divergence from the reference, not weighted by the ratio; logged if the "
         "stage has a reference.",
         "grows slowly; a jump means that the policy has left the reference",
+        best="lowest",
     ),
     Metric(
         "loss",
         "loss",
         "The loss that was minimised: the policy loss with its KL and entropy terms, or cross-entropy per token in sft.",
         "in sft it falls; in grpo it stays near 0 and says little",
+        best="lowest",
     ),
     Metric(
         "policy_loss",
         "loss",
         "The surrogate part of the loss, without KL and entropy terms.",
         "near 0 with one update per step",
+        best="lowest",
     ),
     Metric("grad_norm", "norm", "Norm of the gradient before clipping.", "steady; spikes are an early warning"),
     Metric("learning_rate", "rate", "Learning rate of the step's last update.", "follows the schedule"),
@@ -215,12 +252,14 @@ _TABLE = (
         "How far the step's updates before the last moved the policy: mean k3 estimate per forwarded token; 0 with a single "
         "update.",
         "below about 0.02; a spike means that the learning rate is too high",
+        best="lowest",
     ),
     Metric(
         "mismatch_kl",
         "nats",
         "Mean k3 estimate per forwarded token of the KL divergence between sampler and learner.",
         "below 1e-6 in float32, below 1e-3 in bfloat16",
+        best="lowest",
     ),
     Metric(
         "mismatch_max",
@@ -228,6 +267,7 @@ _TABLE = (
         "Largest absolute difference between a forwarded token's log-prob in sampler and learner.",
         "below 1e-4 in float32, below 0.5 in bfloat16; with the native engine, the run stops if the first step is above 0.01 "
         "in float32, or in 16 bits above 1 with mismatch_kl above 0.01",
+        best="lowest",
     ),
     Metric(
         "loss_scale",
@@ -240,6 +280,7 @@ _TABLE = (
         "loss",
         "Mixtures of experts with `balance_loss`: how unevenly the routers use their experts, before its weight in the loss.",
         "the number of experts that a token takes in a layer if all experts are used evenly; more if not",
+        best="lowest",
     ),
     Metric(
         "staleness",
@@ -247,6 +288,7 @@ _TABLE = (
         "Mean number of updates between sampling a token and learning from it, over tokens (asynchronous, or with carry_over).",
         "well below scale.max_staleness; with carry_over below 1",
         repeatable=False,
+        best="lowest",
     ),
     Metric(
         "staleness_max",
@@ -255,6 +297,7 @@ _TABLE = (
         "carry_over).",
         "never above scale.max_staleness; with carry_over the most steps that an answer took",
         repeatable=False,
+        best="lowest",
     ),
     Metric(
         "carried_groups",
@@ -267,6 +310,7 @@ _TABLE = (
         "loss",
         "The critic's loss, a mean over tokens and over the step's updates (ppo).",
         "falls in the first tens of steps",
+        best="lowest",
     ),
     Metric("value_clip_share", "share", "Share of tokens whose value was clipped (ppo).", "below 0.3"),
     Metric(
@@ -274,12 +318,21 @@ _TABLE = (
         "share",
         "Share of the variance of returns that the critic predicts: 1 − Var(R − V) / Var(R), over tokens (ppo).",
         "rises from 0; below 0 the critic does harm",
+        best="highest",
     ),
     Metric("value_mean", "reward", "Mean of the critic's values over tokens (ppo).", "near the mean reward"),
     Metric("critic_grad_norm", "norm", "Norm of the critic's gradient before clipping (ppo).", "steady"),
-    Metric("skipped_critic_updates", "updates", "Updates of the critic that were skipped: NaN, or a spike.", "0"),
-    Metric("step_kl", "nats", "Mean KL(π_old‖π_new) per token of the step, over full distributions (trpo).", "below max_kl"),
-    Metric("step_gain", "reward", "How much the surrogate rose in the step (trpo).", "above 0"),
+    Metric(
+        "skipped_critic_updates", "updates", "Updates of the critic that were skipped: NaN, or a spike.", "0", best="lowest"
+    ),
+    Metric(
+        "step_kl",
+        "nats",
+        "Mean KL(π_old‖π_new) per token of the step, over full distributions (trpo).",
+        "below max_kl",
+        best="lowest",
+    ),
+    Metric("step_gain", "reward", "How much the surrogate rose in the step (trpo).", "above 0", best="highest"),
     Metric(
         "step_share",
         "share",
@@ -293,32 +346,43 @@ _TABLE = (
         "share",
         "Relative residual of conjugate gradient for the natural gradient: |g − F x| / |g| (trpo).",
         "below 0.3; else raise cg_iterations or damping",
+        best="lowest",
     ),
     Metric(
         "pair_accuracy",
         "share",
         "Share of pairs whose chosen completion has the higher reward, in dpo the implicit one (dpo, reward_model).",
         "rises; before dpo's first update it is chance, as policy and reference differ only by rounding",
+        best="highest",
     ),
     Metric(
         "pair_margin",
         "reward",
         "Mean reward of the chosen minus that of the rejected completion, in dpo the implicit ones (dpo, reward_model).",
         "rises",
+        best="highest",
     ),
     Metric(
         "heldout_pair_accuracy",
         "share",
         "Share of held-out comparisons, or judged steps, that the reward model gets right (reward_model).",
         "above 0.5; 0.6 to 0.75 is usual if people disagree with each other",
+        best="highest",
     ),
     Metric(
         "calibration_error",
         "share",
         "Mean distance between the reward model's confidence and its accuracy, on held-out rows (reward_model).",
         "below 0.1",
+        best="lowest",
     ),
-    Metric("chosen_reward", "reward", "Mean implicit reward β log(π/π_ref) of chosen completions (dpo).", "near 0 or rising"),
+    Metric(
+        "chosen_reward",
+        "reward",
+        "Mean implicit reward β log(π/π_ref) of chosen completions (dpo).",
+        "near 0 or rising",
+        best="highest",
+    ),
     Metric(
         "rejected_reward",
         "reward",
@@ -330,6 +394,7 @@ _TABLE = (
         "nats",
         "Mean divergence of the policy from its teacher per token (distil); estimated from samples with teach_by = advantage.",
         "falls",
+        best="lowest",
     ),
     Metric(
         "mismatch_masked_share",
@@ -337,6 +402,7 @@ _TABLE = (
         "Share of forwarded tokens masked because sampler and learner disagree on them (mismatch_limit, correction, "
         "off_policy_kl).",
         "near 0",
+        best="lowest",
     ),
     Metric(
         "entropy_dropped_share",
@@ -363,6 +429,7 @@ _TABLE = (
         "The step's tokens divided by its time; in a stage that does not sample, by the time of its update.",
         "as high as possible",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "sample_tokens_per_s",
@@ -370,6 +437,7 @@ _TABLE = (
         "Completion tokens divided by the time spent sampling them.",
         "as high as possible",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "tokens_per_pass",
@@ -377,6 +445,7 @@ _TABLE = (
         "Tokens sampled per completion and forward pass: 1 plus the drafted tokens that were accepted.",
         "above 1 if drafts are of use; it rises as the answers of a group become more alike",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "kv_reuse",
@@ -384,6 +453,7 @@ _TABLE = (
         "Fraction of the tokens before agents' turns whose keys and values were still in the KV cache from an earlier call.",
         "high if agents make several calls that extend each other; low if the engine has fewer slots than conversations",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "tokens_per_row",
@@ -392,6 +462,7 @@ _TABLE = (
         "a group with the same text so far share a row.",
         "on a CPU above 1, up to the group size",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "draft_accepted",
@@ -399,6 +470,7 @@ _TABLE = (
         "Share of drafted tokens that the sampler also chose (engine.draft).",
         "0.3 to 0.6 for texts with recurring parts; near 0 drafts are of no use",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "epoch",
@@ -420,6 +492,7 @@ _TABLE = (
         "Floating-point operations of the update's formulas, without recomputation, divided by its time.",
         "as high as possible",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "mfu",
@@ -427,6 +500,7 @@ _TABLE = (
         "Model FLOP utilisation: update_tflops as a share of what this device reaches in a large matrix multiplication.",
         "above 0.4 on a GPU with packs of 8,192 tokens or more; small models are limited by memory bandwidth",
         repeatable=False,
+        best="highest",
     ),
     Metric(
         "cpu_seconds",
@@ -442,18 +516,22 @@ _TABLE = (
         "flat after the first steps",
         repeatable=False,
     ),
-    Metric("skipped_updates", "updates", "Updates that were skipped: NaN, a spike, or (trpo) no good step.", "0"),
+    Metric(
+        "skipped_updates", "updates", "Updates that were skipped: NaN, a spike, or (trpo) no good step.", "0", best="lowest"
+    ),
     Metric(
         "groups_resampled",
         "groups",
         "Groups without signal that were replaced by groups of other prompts.",
         "few; many make steps slow",
+        best="lowest",
     ),
     Metric(
         "heldout_loss",
         "loss",
         "The loss on the held-out split: cross-entropy per token in sft, the model's own loss in reward_model.",
         "falls; a rise while the loss falls is overfitting",
+        best="lowest",
     ),
     Metric(
         "examples_seen",

@@ -69,6 +69,7 @@ def begin(
     check_destination(runs_dir, out)
     # Before the folder is created: a recipe that can't run leaves nothing behind.
     task_of, rewards_of = build_tasks_and_rewards(recipe, task, rewards)
+    check_new_run(recipe)
     if world.size == 1:
         policy = load_policy_for(recipe, task_of, listeners, policy)
 
@@ -225,6 +226,7 @@ def _fork(
     check_destination(runs_dir, out)
     checkpoint = _find_checkpoint(parent, recipe, stage, step)
     task_of, rewards_of = build_tasks_and_rewards(recipe)
+    check_new_run(recipe)
     policy = load_policy_for(recipe, task_of, listeners) if world.size == 1 else None
     origin = Parent(parent.name, checkpoint.stage, checkpoint.step, changed_keys(before, recipe))
 
@@ -300,9 +302,14 @@ def build_tasks_and_rewards(
     tasks = {s.label: task or task_for(recipe, s) for s in recipe.stages}
     mixes = {s.label: rewards or rewards_for(recipe, s) for s in recipe.stages}
     for stage in recipe.stages:
-        check_metric(f"{stage.label}.keep_best", stage.keep_best)
         check_stage_data(stage, tasks[stage.label], mixes[stage.label])
     return (lambda s: tasks[s.label]), (lambda s: mixes[s.label])
+
+
+def check_new_run(recipe: Recipe) -> None:
+    """Refuses keys that would have no effect in a new run. A run of an earlier release that has them still resumes."""
+    for stage in recipe.stages:
+        check_metric(f"{stage.label}.keep_best", stage.keep_best)
 
 
 def _find_checkpoint(run: RunFolder, recipe: Recipe, stage: str | None, step: int) -> CheckpointEntry:

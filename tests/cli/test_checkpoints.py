@@ -65,6 +65,24 @@ def test_keep_best_names_the_metric(evaluated: Path, tmp_path: Path) -> None:
     assert (best.metric, best.value, best.step) == ("loss", min(losses.values()), min(losses, key=lambda n: (losses[n], n)))
 
 
+def test_the_lowest_kl_is_the_best_and_a_length_is_never(evaluated: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small-1"
+    shutil.copytree(evaluated / "small-1", folder)
+    run, recipe = RunFolder(folder), RunFolder(folder).recipe.read_text()
+    with sqlite3.connect(run.database) as database:
+        for step, value in ((1, 0.2), (2, 0.1)):
+            database.execute("UPDATE metrics SET value = ? WHERE name = 'mismatch_max' AND step = ?", (value, step))
+    database.close()
+    run.write_recipe(recipe.replace('type = "grpo"', 'type = "grpo"\nkeep_best = "mismatch_max"'))
+    best = best_of_run(run)
+    assert best is not None
+    assert (best.metric, best.value, best.step) == ("mismatch_max", 0.1, 2)
+    run.write_recipe(recipe.replace('type = "grpo"', 'type = "grpo"\nkeep_best = "length_mean"'))
+    best = best_of_run(run)
+    assert best is not None
+    assert best.metric == "held-out accuracy"
+
+
 def test_a_best_step_without_a_checkpoint_is_not_passed_off_as_one(oncurve: Oncurve, evaluated: Path, tmp_path: Path) -> None:
     folder = tmp_path / "small-1"
     shutil.copytree(evaluated / "small-1", folder)

@@ -111,6 +111,12 @@ def test_a_metric_that_is_none_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_metric_of_which_no_value_is_the_best_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"sft.keep_best: length_mean\n  because neither a high nor a low"):
+        begin(recipe({**SHORT_SFT, "keep_best": "length_mean"}), out=tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become nobody, and root may write anywhere")
 def test_permission_lost_is_reported_and_the_run_stays_as_it_was(tmp_path: Path) -> None:
     """The run can still be read, but not written."""

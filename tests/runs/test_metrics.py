@@ -104,6 +104,17 @@ def test_what_measures_the_machine_is_not_repeatable() -> None:
     assert is_repeatable("something of a user's own")
 
 
+@pytest.mark.parametrize("name", ["loss", "value_loss", "update_kl", "mismatch_max", "tool_failure_share", "calibration_error"])
+def test_the_lowest_loss_kl_error_or_failure_share_is_the_best(name: str) -> None:
+    assert explain(name).best == "lowest"
+
+
+def test_what_falls_or_should_be_zero_is_never_best_at_its_highest() -> None:
+    falling = [m.name for m in METRICS.values() if m.healthy.startswith(("falls", "below")) or m.healthy in ("0", "near 0")]
+    assert len(falling) > 15
+    assert [name for name in falling if explain(name).best == "highest"] == []
+
+
 def test_every_drawn_metric_is_in_the_table() -> None:
     assert [name for name in CURVES if name not in METRICS] == []
     assert {name for names in MAIN_CURVES.values() for name in names} <= set(CURVES)

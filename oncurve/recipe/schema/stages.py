@@ -70,8 +70,9 @@ class StageBase(Section):
     """Number of checkpoints to keep per stage: the newest ones. The last one of a stage is always kept."""
     keep_best: str | None = None
     """Also keep the checkpoint with the best value of this metric: `heldout_accuracy` (measured every `eval_every` steps; the
-    held-out reward if there is no verifiable reward), `reward`, or any other metric of the stage. For losses, KLs and failure
-    shares the lowest value is best. Unset: none."""
+    held-out reward if there is no verifiable reward), `reward`, or another metric of the stage. Of losses, KLs, errors and
+    failure shares the lowest value is best, of rewards and accuracies the highest; metrics that are neither, such as lengths,
+    are refused. Unset: none."""
 
     samples: ClassVar[bool] = False
     """Each step samples groups of completions and scores them (a `RolloutStage`)."""

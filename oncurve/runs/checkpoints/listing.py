@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import quote, unquote
 
 from oncurve.errors import OncurveError, RecipeError, RunError, did_you_mean
@@ -22,28 +23,23 @@ from oncurve.runs.folder import RunFolder
 
 HELDOUT = "heldout_accuracy"
 """Selects checkpoints by held-out accuracy, or by held-out reward if there is no verifiable reward. Not a metric of a step."""
-LOWER_IS_BETTER = (
-    "loss",
-    "policy_loss",
-    "heldout_loss",
-    "kl",
-    "failure_share",
-    "cut_share",
-    "no_signal_share",
-    "mismatch_kl",
-    "teacher_divergence",
-)
-"""Metrics of which the lowest value is the best; of all others the highest."""
 
 
 def best_step(store: RunReader, stage: str, metric: str | None, steps: Collection[int]) -> int | None:
     """The step among ``steps`` with the best value, the earliest of equals; None if no step has one."""
-    if metric is None:
+    if metric is None or _best_value(metric) is None:
         return None
     by_step = _values_by_step(store, stage, metric)
-    sign = -1.0 if metric in LOWER_IS_BETTER else 1.0
+    sign = -1.0 if _best_value(metric) == "lowest" else 1.0
     values = [(sign * by_step[step], -step) for step in steps if step in by_step]
     return -max(values)[1] if values else None
+
+
+def _best_value(metric: str) -> Literal["highest", "lowest"] | None:
+    if metric == HELDOUT:
+        return "highest"
+    known = metrics.find(metric)
+    return None if known is None else known.best
 
 
 def _values_by_step(store: RunReader, stage: str, metric: str) -> dict[int, float]:
@@ -54,14 +50,18 @@ def _values_by_step(store: RunReader, stage: str, metric: str) -> dict[int, floa
 
 
 def check_metric(where: str, metric: str | None) -> None:
-    """Refuses a metric that no stage logs."""
-    if metric is None or metric == HELDOUT or metrics.find(metric) is not None:
+    """Refuses a metric that no stage logs, or one of which no value is the best."""
+    if metric is None or _best_value(metric) is not None:
         return
+    fix = f"use {HELDOUT}, reward, loss, or another of docs/algorithms.md"
+    if metrics.find(metric) is not None:
+        because = "neither a high nor a low value of this metric makes a checkpoint better"
+        raise RecipeError(where, metric, because=because, fix=fix)
     raise RecipeError(
         where,
         metric + did_you_mean(metric, [HELDOUT, *metrics.METRICS]),
         because="no stage logs a metric of that name",
-        fix=f"use {HELDOUT}, reward, loss, or another of docs/algorithms.md",
+        fix=fix,
     )
 
 
@@ -138,7 +138,8 @@ def _keep_best_of(run: RunFolder) -> dict[str, str]:
     """`keep_best` of the stages that set it. Reads the resolved recipe without its schema, to stay fast in a list of runs."""
     try:
         stages = parse_tables(read_file(run.recipe).decode())["stages"]
-        return {str(s.get("name", s["type"])): str(s["keep_best"]) for s in stages if "keep_best" in s}
+        chosen = {str(s.get("name", s["type"])): str(s["keep_best"]) for s in stages if "keep_best" in s}
+        return {stage: metric for stage, metric in chosen.items() if _best_value(metric) is not None}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
