@@ -2,7 +2,7 @@ import { svelte } from "@sveltejs/vite-plugin-svelte";
 import { defineConfig, type Plugin } from "vite";
 
 /** The fonts that our formulas use. KaTeX ships twenty, each in three formats; a current browser needs only woff2. */
-const FACES = /KaTeX_(Main-Regular|Math-Italic|AMS-Regular|Size[1-4]-Regular)\.woff2/;
+const FACES = /KaTeX_(Main-Regular|Math-Italic|Size[1-4]-Regular)\.woff2/;
 
 export function fewerFonts(): Plugin {
   return {

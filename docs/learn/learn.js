@@ -67,17 +67,17 @@ prompt $q$, the action is the complete completion $o$, and the episode ends afte
 $$ A(s, a) = Q(s, a) - V(s) $$
 
 where $Q(s, a)$ is the expected reward after taking $a$ in $s$, and $V(s)$ is the average of $Q(s, a)$ over the policy's actions. For a
-single action per episode, $Q(q, o)$ is just the reward $r(q, o)$, and $V(q) = \\mathbb{E}_{o}[r(q, o)]$ is what the mean of a group
+single action per episode, $Q(q, o)$ is just the reward $r(q, o)$, and $V(q) = \\mathrm{E}_{o}[r(q, o)]$ is what the mean of a group
 estimates.
 
 We want to maximise the expected reward of the policy $\\pi_\\theta$ over prompts $q$ and completions $o$:
 
-$$ J(\\theta) = \\mathbb{E}_{q}\\, \\mathbb{E}_{o \\sim \\pi_\\theta(\\cdot \\mid q)} \\, [\\, r(q, o) \\,] $$
+$$ J(\\theta) = \\mathrm{E}_{q}\\, \\mathrm{E}_{o \\sim \\pi_\\theta(\\cdot \\mid q)} \\, [\\, r(q, o) \\,] $$
 
 Its gradient can be estimated from samples. Any quantity $b(q)$ that does not depend on the sampled completion may be subtracted
 without changing the expected gradient (the [derivation](#/learn/derivations) is four lines):
 
-$$ \\nabla_\\theta J = \\mathbb{E}\\,[\\,(r(q, o) - b(q))\\; \\nabla_\\theta \\log \\pi_\\theta(o \\mid q)\\,] $$
+$$ \\nabla_\\theta J = \\mathrm{E}\\,[\\,(r(q, o) - b(q))\\; \\nabla_\\theta \\log \\pi_\\theta(o \\mid q)\\,] $$
 
 What $b$ changes is the *variance*. A good choice is close to $V(q)$. A critic is a network trained to predict $V$ for every prefix of every
 answer. GRPO estimates $V(q)$, for the prompt only, by the mean of $G$ samples. That mean is an unbiased Monte Carlo estimate with variance
@@ -327,11 +327,11 @@ it. A check that fails to run is a missing reward, not 0. The figure above shows
 @mathematics
 A reward model $r_\\phi$ is fitted to comparisons with the Bradley–Terry loss, where $o_w$ was preferred to $o_l$:
 
-$$ L(\\phi) = -\\mathbb{E}\\,[\\, \\log \\sigma( r_\\phi(q, o_w) - r_\\phi(q, o_l) ) \\,] $$
+$$ L(\\phi) = -\\mathrm{E}\\,[\\, \\log \\sigma( r_\\phi(q, o_w) - r_\\phi(q, o_l) ) \\,] $$
 
 Only differences within a prompt are determined, and only those matter to GRPO: a constant per prompt cancels in the advantages. The policy then maximises
 
-$$ \\mathbb{E}[\\, r_\\phi(q, o) \\,] - \\beta\\, \\mathrm{KL}(\\pi_\\theta \\,\\|\\, \\pi_{\\mathrm{ref}}) $$
+$$ \\mathrm{E}[\\, r_\\phi(q, o) \\,] - \\beta\\, \\mathrm{KL}(\\pi_\\theta \\,\\|\\, \\pi_{\\mathrm{ref}}) $$
 
 As the KL grows, the true quality first rises with $r_\\phi$ and then falls (Gao et al., 2022): the policy leaves the region where the reward model was fitted. Verifiable
 rewards have no such region, which is one reason why R1-Zero could train for thousands of steps.
@@ -554,15 +554,15 @@ These are the proofs behind [the critic problem](#/learn/critic) (baselines), [t
 
 **REINFORCE, and why a baseline is free.** Write $J$ as a sum and differentiate, using $\\nabla \\pi = \\pi \\nabla \\log \\pi$:
 
-$$ \\nabla J = \\sum_o r(o)\\, \\nabla \\pi(o) = \\sum_o \\pi(o)\\, r(o)\\, \\nabla \\log \\pi(o) = \\mathbb{E}[\\, r \\, \\nabla \\log \\pi \\,] $$
+$$ \\nabla J = \\sum_o r(o)\\, \\nabla \\pi(o) = \\sum_o \\pi(o)\\, r(o)\\, \\nabla \\log \\pi(o) = \\mathrm{E}[\\, r \\, \\nabla \\log \\pi \\,] $$
 
-Probabilities sum to one, so $\\mathbb{E}[b\\, \\nabla \\log \\pi] = b \\sum_o \\nabla \\pi(o) = b\\, \\nabla 1 = 0$ for every $b$ that does not depend on $o$. Subtracting it does
+Probabilities sum to one, so $\\mathrm{E}[b\\, \\nabla \\log \\pi] = b \\sum_o \\nabla \\pi(o) = b\\, \\nabla 1 = 0$ for every $b$ that does not depend on $o$. Subtracting it does
 not change the expected gradient. For a language model $\\log \\pi(o) = \\sum_t \\log \\pi(o_t \\mid o_{<t})$, which is where the sum over tokens comes from.
 
 **When subtracting the group's mean is unbiased.** The mean includes the sample's own reward, so it does depend on $o_i$. Split it:
 $\\bar r = \\frac{1}{G} r_i + \\frac{1}{G} \\sum_{j \\ne i} r_j$. The other rewards are independent of $o_i$, so their part contributes nothing, and
 
-$$ \\mathbb{E}[(r_i - \\bar r)\\, \\nabla \\log \\pi(o_i)] = \\Big(1 - \\frac{1}{G}\\Big)\\, \\nabla J $$
+$$ \\mathrm{E}[(r_i - \\bar r)\\, \\nabla \\log \\pi(o_i)] = \\Big(1 - \\frac{1}{G}\\Big)\\, \\nabla J $$
 
 The direction is exact, but the magnitude is multiplied by $1 - 1/G$. The leave-one-out baseline is exactly unbiased, and equals the
 group-mean version times $G/(G-1)$. At $G = 2$ the factor is 2; at $G = 64$ it is negligible.
@@ -576,12 +576,12 @@ so GRPO maximises the sum of $2\\arcsin\\sqrt{p}$ over prompts, not the sum of $
 hopeless or nearly solved get more weight. With a finite group the std is itself random and depends on $o_i$, so this holds only approximately.
 
 **The** $k_3$ **estimator.** Let $o$ be sampled from $\\pi_\\theta$ and $d = \\log \\pi_{\\mathrm{ref}}(o) - \\log \\pi_\\theta(o)$. *Unbiased in value:*
-$\\mathbb{E}[e^d] = \\sum_o \\pi_\\theta \\frac{\\pi_{\\mathrm{ref}}}{\\pi_\\theta} = 1$, so $\\mathbb{E}[e^d - d - 1] = -\\mathbb{E}[d] = \\mathrm{KL}(\\pi_\\theta \\,\\|\\, \\pi_{\\mathrm{ref}})$. *Never negative:* $e^d \\ge 1 + d$, the
+$\\mathrm{E}[e^d] = \\sum_o \\pi_\\theta \\frac{\\pi_{\\mathrm{ref}}}{\\pi_\\theta} = 1$, so $\\mathrm{E}[e^d - d - 1] = -\\mathrm{E}[d] = \\mathrm{KL}(\\pi_\\theta \\,\\|\\, \\pi_{\\mathrm{ref}})$. *Never negative:* $e^d \\ge 1 + d$, the
 exponential lies above its tangent. *Its gradient, however, is not the KL's:* with the sample held fixed,
 
-$$ \\nabla k_3 = (1 - e^d)\\, \\nabla \\log \\pi_\\theta, \\qquad \\mathbb{E}[\\nabla k_3] = -\\sum_o \\pi_{\\mathrm{ref}}\\, \\nabla \\log \\pi_\\theta = \\nabla\\, \\mathrm{KL}(\\pi_{\\mathrm{ref}} \\,\\|\\, \\pi_\\theta) $$
+$$ \\nabla k_3 = (1 - e^d)\\, \\nabla \\log \\pi_\\theta, \\qquad \\mathrm{E}[\\nabla k_3] = -\\sum_o \\pi_{\\mathrm{ref}}\\, \\nabla \\log \\pi_\\theta = \\nabla\\, \\mathrm{KL}(\\pi_{\\mathrm{ref}} \\,\\|\\, \\pi_\\theta) $$
 
-That is the gradient of the KL in the *opposite* direction. The gradient of $\\mathrm{KL}(\\pi_\\theta \\,\\|\\, \\pi_{\\mathrm{ref}})$ is $\\mathbb{E}[-d\\, \\nabla \\log \\pi_\\theta]$, which is what
+That is the gradient of the KL in the *opposite* direction. The gradient of $\\mathrm{KL}(\\pi_\\theta \\,\\|\\, \\pi_{\\mathrm{ref}})$ is $\\mathrm{E}[-d\\, \\nabla \\log \\pi_\\theta]$, which is what
 $k_2 = d^2/2$ gives as a loss, and $k_1 = -d$ inside the reward. Near the reference the two agree to second order and the difference is
 harmless; far from it they differ. If $\\mu > 1$ the samples come from an older policy, and the value is biased too unless weighted by $\\rho$.
 
