@@ -164,8 +164,8 @@ class Run:
                 raise RunError(
                     self.name,
                     f"no metric '{name}'{did_you_mean(name, [*logged, *METRICS])}",
-                    because="no step has logged one of that name",
-                    fix="run.metrics() lists those that were logged",
+                    because="no step has logged a metric of that name",
+                    fix="run.metrics() lists the metrics that were logged",
                 )
             return MetricCurve(name, next((curve for s in stages if (curve := store.metric(name, s))), []))
 

@@ -225,9 +225,8 @@ def measured_run(name: str | None, runs: Path, gpu: Gpu) -> MeasuredRun:
     with RunReader.open(folder.path) as store:
         steps = [row for stage in stages[-1:] for row in store.steps(stage.label)][-LAST_STEPS:]
         if not steps:
-            raise RunError(
-                name, "has no sampling steps", because="lengths and times are taken from them", fix="choose another run"
-            )
+            because = "--measured takes lengths and times from sampling steps"
+            raise RunError(name, "a run without sampling steps", because=because, fix="choose another run")
         reports = [store.step(row.stage, row.step) for row in steps]
     lengths = tuple(s.completion.length for r in reports for g in r.groups for s in g.scored.scored)
     job = stage_job(recipe, stages[-1], gpu)

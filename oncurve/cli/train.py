@@ -233,9 +233,9 @@ class TrainTarget:
 
 
 def choose_target(target: str, sets: Sequence[str], out: Path | None, runs_dir: Path, resume: bool) -> TrainTarget:
-    """Without --resume, a recipe starts a new run. With --resume, continues the run that is named, the run at --out, or the
-    recipe's newest unfinished run. If --out does not exist yet, starts a run there, so that a job that is restarted again and
-    again needs only one command."""
+    """What `oncurve train` must do. Without --resume, it starts a new run of a recipe. With --resume, it continues the named
+    run, the run at --out, or the recipe's newest unfinished run. If --out does not exist yet, it starts a run there, so that a
+    job that is restarted again and again needs only one command."""
     run = None if Path(target).is_file() else RunFolder.find(target, runs_dir)
     if run is not None:
         return _named_run(target, run, sets, resume)

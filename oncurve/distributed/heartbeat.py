@@ -94,7 +94,8 @@ class Heartbeat(threading.Thread):
             write_status(self.run_folder, status)
 
     def _check(self) -> None:
-        """Ends this process if the run failed or ended. Rank 0 watches every rank; the others watch rank 0."""
+        """Ends this process if a rank has failed, hangs or is gone, or if the launcher is gone. Ranks above 0 also end a while
+        after the run has ended. Rank 0 watches every rank; the others watch rank 0."""
         failed = self.store.find("failed")
         if failed is not None:
             self._exit(json.loads(failed), is_shared=True)

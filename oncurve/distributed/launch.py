@@ -90,7 +90,8 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> int:
 
 @contextmanager
 def _forward_signals(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """The terminal sends Ctrl-C to every rank; a SIGTERM is forwarded to rank 0, which decides. This process only waits."""
+    """Forwards SIGTERM to rank 0, which decides when the run stops. Ctrl-C is not forwarded, because the terminal sends it to
+    every rank. This process itself only waits."""
 
     def forward(number: int) -> None:
         if number != signal.SIGINT and processes:

@@ -101,7 +101,7 @@ def _head_backward(logits, bias, target, entropy, lse, g_logp, g_entropy, out, s
 
 @dataclass(frozen=True, slots=True)
 class HeadShape:
-    """How z follows from a product with the head's weight."""
+    """The head's settings, from which z (see the top of this file) follows for each logit."""
 
     scale: float
     softcap: float | None

@@ -47,7 +47,7 @@ def key_of(model: PreTrainedModel, *extra: str) -> str:
 
 
 def recall(key: str) -> dict[str, Any] | None:
-    """What was stored under a key; None if nothing was, or if the file is damaged."""
+    """The result that is stored under a key; None if there is none, or if its file is damaged."""
     try:
         found = json.loads(_file_of(key).read_bytes())
     except (OSError, ValueError):

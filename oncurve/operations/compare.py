@@ -1,11 +1,11 @@
 """`oncurve compare`: one recipe with several algorithms, from the same start, on the same prompts, with the same budget.
 
 A comparison is a folder: `request.json` (what is compared), `start/` (the run of the earlier stages, which all share), `runs/`
-(one for each algorithm and seed), `results.json`, `table.md` and the plots. The same command again continues it: finished runs
-stay, and an unfinished one is resumed. Each run is a separate process, so that peak memory is measured for each.
+(one for each algorithm and seed), `results.json`, `table.md` and the plots. Repeating the command continues it: finished runs
+are kept, and an unfinished one is resumed. Each run is a separate process, so that peak memory is measured for each.
 
-The first algorithm runs the recipe's steps. The tokens that it sampled, or the time that it took, are the budget of the others,
-seed by seed.
+The first algorithm runs for the recipe's number of steps. For each seed, the tokens that it sampled, or the time that it took,
+are the budget of the other algorithms.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ def run_in_process(recipe: Path, folder: Path) -> None:
         raise ComparisonStopped(folder)
     if code:
         lines = log.read_text(errors="replace").strip().splitlines()[-6:]
-        raise RunError(f"run {folder.name}", f"failed with code {code}", because="\n    ".join(lines), fix=f"see {log}")
+        raise RunError(f"run {folder.name}", f"failed with exit code {code}", because="\n    ".join(lines), fix=f"see {log}")
 
 
 class ComparisonStopped(RunError):

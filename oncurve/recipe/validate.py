@@ -108,7 +108,8 @@ def _check_float16(recipe: Recipe) -> Problems:
 
 
 def _check_agents(recipe: Recipe) -> Problems:
-    """Agents call the learner's own engine, in one process, and their rollouts are conversations and not texts."""
+    """Refuses settings that agents don't support: agents call the learner's own engine, in one process, and their rollouts are
+    conversations, not texts."""
     stages = [stage for stage in recipe.stages if stage.samples and task_for_stage(recipe, stage).type == "agent"]
     if stages and recipe.scale.engine != "native":
         because, fix = "agents call the learner's own engine", 'use scale.engine = "native"'

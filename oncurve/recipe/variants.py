@@ -122,7 +122,7 @@ def _surrogate_passes(stage: PolicyGradientStage, tries: float) -> PassCounts:
 
 
 def _distil_passes(stage: Distil, tries: float) -> PassCounts:
-    """The teacher's forward pass counts as one of the policy's size."""
+    """The teacher adds a forward pass, which counts as one of the policy, whatever the teacher's size."""
     passes = _surrogate_passes(stage, tries)
     return PassCounts(passes.forward + 1, passes.backward)
 

@@ -228,7 +228,7 @@ def _check_values(schema: Any) -> None:
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue
         if abs(value) > 2**53:
-            raise SchemaError(f"the number {value} is not supported: the largest is 2^53")
+            raise SchemaError(f"the number {value} is not supported: numbers must be from -2^53 to 2^53")
         if key == "minProperties" and value > 1:
             raise SchemaError("minProperties above 1 is not supported, as a text may have the same key twice")
         bounds.setdefault(key, set()).add(value)

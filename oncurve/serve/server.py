@@ -142,9 +142,9 @@ class EngineLoop:
     async def tokens(
         self, requests: Sequence[SampleRequest], gone: asyncio.Future[Any]
     ) -> AsyncGenerator[tuple[int, list[SampledToken]], None]:
-        """(index of the request, its new tokens) as they come.
+        """Yields (index of the request, its new tokens) as tokens are sampled.
 
-        Closing the generator early cancels the requests. If ``gone`` is done, it raises ClientGone.
+        Closing the generator early cancels the requests. Raises ClientGone once ``gone`` is done.
         """
         items = asyncio.Queue[Item]()
         call, unfinished = next(self._calls), sum(request.samples for request in requests)

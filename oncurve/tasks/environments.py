@@ -70,10 +70,9 @@ def load_environment(
     if kind is not None and not _is_stateful(kind):
         environment = _pure_environment(str(name), kind, where)
         if tools:
-            because = "it replies by itself, and an environment with `reset` has its tools as methods"
-            raise RecipeError(
-                "task.tools", f"tools beside '{name}'", because=because, fix="remove task.tools or the environment"
-            )
+            because = "this environment answers calls itself; only one with `reset` can be combined with task.tools"
+            what = f"tools together with the environment '{name}'"
+            raise RecipeError("task.tools", what, because=because, fix="remove task.tools or the environment")
         return environment
     functions: list[object] = []
     for index, tool in enumerate(tools):

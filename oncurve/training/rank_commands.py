@@ -36,7 +36,7 @@ def check_world_size(recipe: Recipe, world: World) -> None:
             raise RecipeError(
                 f"scale.{key}",
                 count,
-                because="these processes run on a Ray cluster, and none was named",
+                because="these processes run on a Ray cluster, and no cluster was named",
                 fix=f"add --ray auto to oncurve train, or train without them: {' '.join(without)}",
             )
     if recipe.scale.ranks != world.size:

@@ -433,7 +433,7 @@ class Trainer:
         if parent is not None and (start is None or start.stage not in {stage.name for stage in store.stages()}):
             raise RunError(
                 self.run.name, "an incomplete fork",
-                because=f"its copy of {parent.run} is missing or damaged, and it would train from the start",
+                because=f"the files copied from {parent.run} are missing or damaged, so it would train from the start",
                 fix=f"delete it and fork again: oncurve fork {parent.run} --stage {parent.stage} --step {parent.step}",
             )  # fmt: skip
         if start is None:

@@ -267,7 +267,7 @@ def test_a_recipe_names_tools_and_an_environment(here: Path) -> None:
         ({"environment": "tools.py:no_class"}, "an environment is a class with `reset"),
         ({"environment": "tools.py:no_class", "tools": ["tools.py:search"]}, "an environment is a class with `reset"),
         ({"environment": "tools.py:number"}, "'number' is of type int: it can't be called.*name a function or a class"),
-        ({"environment": "calculator", "tools": ["tools.py:search"]}, "tools beside 'calculator'"),
+        ({"environment": "calculator", "tools": ["tools.py:search"]}, "tools together with the environment 'calculator'"),
         ({"tools": ["tools.py:search"], "chat": False}, "tools for a prompt in plain text"),
         ({"tools": ["tools.py:search"], "max_turns": 0}, "max_turns"),
         ({"max_turns": 3}, "task.max_turns: 3(?s:.*)this task has none"),

@@ -66,7 +66,7 @@ def test_the_prompt_s_own_column_is_there(tmp_path: Path, monkeypatch: pytest.Mo
     ],
 )
 def test_processes_of_a_cluster_are_refused_without_one(tmp_path: Path, scale: dict[str, int], fix: str) -> None:
-    with pytest.raises(RecipeError, match="none was named") as caught:
+    with pytest.raises(RecipeError, match="no cluster was named") as caught:
         begin(recipe({**GRPO, "steps": 1}, scale=scale), out=tmp_path / "run")
     assert caught.value.fix == f"add --ray auto to oncurve train, or train without them: {fix}"
     assert list(tmp_path.iterdir()) == []

@@ -43,9 +43,10 @@ class GraphKey(NamedTuple):
 
 
 class GraphDecoder:
-    """What lasts from call to call: the KV cache's addresses, the buffers and the captured graphs.
+    """Runs decode steps, and keeps what lasts from call to call: the KV cache's addresses, the buffers and the captured graphs.
 
-    There are buffers for each number of slots and members: training and evaluation, whose groups differ, keep theirs.
+    Each combination of sizes, such as the number of slots, has its own buffers. Training and evaluation, whose groups differ in
+    size, therefore don't replace each other's.
     """
 
     def __init__(self, policy: Policy, settings: EngineSettings, shape: KVShape) -> None:

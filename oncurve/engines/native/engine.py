@@ -73,8 +73,8 @@ class NativeEngine:
 
     @property
     def log_lines(self) -> tuple[str, ...]:
-        """What the self-check found and cost, after a warning if sampling is slower here than it could be, and after what a
-        recipe that asks for drafts gets."""
+        """Lines for the log: whether drafts are used, if the recipe asks for them; a warning, if sampling is slower here than
+        it could be; and the result of the self-check and the time that it took."""
         drafts = () if self.settings.draft in ("auto", "off") else (self._draft_line(),)
         return (*drafts, *self._speed_lines())
 

@@ -1,8 +1,8 @@
-"""Compares the sampler with the model's own plain forward: the log-probs of a few completions that it samples.
+"""Compares the log-probs of a few completions, as the sampler gives them, with those of the model's own plain forward.
 
-`oncurve.models.self_check` compares the learner when a model is opened. This adds the runner that will sample: a group of
-completions and prompts of different lengths, one of them longer than the model's sliding windows as far as that is affordable,
-in the precision in use. The result is remembered (`oncurve.models.check_memory`).
+`oncurve.models.self_check` checks the learner's path when a model is opened. This module checks the runner that will sample. It
+samples a group of completions for each of two prompts of different lengths, in the precision in use. The longer prompt crosses
+the model's sliding window, unless that takes more than `MAX_PROMPT` tokens. `oncurve.models.check_memory` stores the result.
 """
 
 from __future__ import annotations

@@ -206,7 +206,7 @@ class Scheduler:
         return number
 
     def progress(self, group: int) -> tuple[BegunCompletion, ...]:
-        """What the completions of a request have so far, for a later call that continues them."""
+        """The completions of a request as far as they are sampled, for a later call that continues them."""
         slot_of = {id(sequence): slot for slot, sequence in enumerate(self.running) if sequence is not None}
         begun = []
         for sequence in self.sequences[group]:

@@ -254,7 +254,7 @@ class VllmEngine:
 
     @property
     def pid(self) -> int | None:
-        """The vLLM process; None before the first call and after ``close``."""
+        """The process id of vLLM; None before the first call and after ``close``."""
         return None if self.process is None else self.process.pid
 
     def sample(

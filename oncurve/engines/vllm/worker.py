@@ -151,7 +151,8 @@ class VllmServer:
             )
 
     def _step(self) -> None:
-        """Sample one token for each running request; send those that have ended, or a heartbeat."""
+        """Sample one token for each running request, and send the requests that have ended. If none has, and nothing was sent
+        for a while, send a heartbeat."""
         ended = []
         for output in self.llm.llm_engine.step():
             (new,) = output.outputs

@@ -70,7 +70,7 @@ def check_classifier(policy: Policy, source: str | None, *, by_token: bool, wher
         raise _load_error(source, error) from error
     if vocabulary != policy.tokenizer.get_vocab():
         raise ModelError(
-            where, source, because="its tokens are not the policy's, in which its training texts are encoded",
+            where, source, because="its vocabulary differs from the policy's, which encodes its training texts",
             fix="name a model of the policy's family, leave `source` out, or set model.source to this one",
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ class JointLora:
         return out, joint[:, self.columns :]
 
     def joint_product(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """[y | u], [N, O + R]."""
+        """y and u side by side in one tensor: [y | u], of shape [N, O + R]."""
         joint = x_NI @ self.weight.t()
         tiles = self.adapted_tiles if bias_O is None else self.all_tiles
         expand(joint, joint[:, self.columns :], self.b, self.scale, tiles, bias_O, joint)

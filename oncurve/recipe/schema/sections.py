@@ -215,7 +215,7 @@ class Kl(Section):
 
 class EntropyControls(Section):
     """Controls that keep the policy's entropy from collapsing. Tokens are selected among all loss tokens of a step, before its
-    first update; a token that is left out still counts in the totals."""
+    first update. A token that is left out still counts in the totals by which the loss is divided."""
 
     top_share: Share = 1.0
     """Top-entropy tokens: only this fraction of the tokens, those of highest entropy, is in the surrogate (arXiv 2506.01939

@@ -157,8 +157,8 @@ def _importance_cap(config: TrlConfig, option: str) -> float | None:
     if mode in IMPORTANCE_MODES:
         name = IMPORTANCE_MODES[mode]
         raise NoCounterpart(
-            f"left off, because the learner itself samples here; for another sampler, {mode} is grpo.correction = "
-            f'"{name}" (limit {CORRECTIONS[name].high:g}), and token_truncate is grpo.importance_cap'
+            f"not set, because Oncurve samples with the learner's own weights; for another sampler, {mode} corresponds to "
+            f'grpo.correction = "{name}" (limit {CORRECTIONS[name].high:g}), and token_truncate to grpo.importance_cap'
         )
     if mode != "token_truncate":
         raise NoCounterpart("TRL has no such vllm_importance_sampling_mode; left off")

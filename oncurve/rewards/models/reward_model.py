@@ -204,7 +204,7 @@ def step_ends(tokenizer: Any, prompt: Prompt, steps: Sequence[str]) -> tuple[lis
 
 
 def _token_before(offsets: Sequence[tuple[int, int]], end: int) -> int:
-    """The token of the character before ``end``; special tokens, which have no characters, are skipped."""
+    """Index of the token that contains the character before ``end``. Special tokens, which have no characters, are skipped."""
     return max(index for index, (begin, after) in enumerate(offsets) if begin < after and begin < end)
 
 

@@ -197,7 +197,7 @@ def _refuse_if(number: int, test: list[Instruction]) -> list[Instruction]:
 
 
 def _allow_values(number: int, values: Sequence[int], refusal: int) -> list[Instruction]:
-    """Allows the call if its second argument is one of ``values``."""
+    """Allows the call if its second argument is one of ``values``; otherwise the verdict is ``refusal``."""
     count = len(values)
     tests: list[Instruction] = [(_EQUAL, count - i, 0, value) for i, value in enumerate(values)]
     block = [(_LOAD, 0, 0, _argument(1)), *tests, (_RETURN, 0, 0, refusal), (_RETURN, 0, 0, _ALLOW)]

@@ -1,10 +1,10 @@
 """The sandbox of the strongest isolation level that works on this machine.
 
-    bubblewrap   own user, mount, network, pid and ipc namespaces, an empty file system, and everything of `seccomp` inside
+    bubblewrap   own user, mount, network, pid and ipc namespaces, a file system of readable folders only, and all of `seccomp`
     seccomp      limits, no capabilities, files restricted by Landlock, system calls by seccomp; no namespaces
     trusted      limits on time, memory and output only; needs `trusted = true` in the recipe
 
-A level is used only after a self-test: a program in it tries what must be refused, and is refused (`SELF_TEST`).
+A level is used only after a self-test: a program attempts forbidden operations, and each attempt must be refused (`SELF_TEST`).
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """Runs programs at one level. ``workers`` are zygotes; each runs one program at a time."""
+    """Runs programs at one isolation level. ``workers`` are zygotes (zygote.py); each runs one program at a time."""
 
     level: Level
     workers: Workers = field(repr=False)
@@ -97,7 +97,8 @@ class Sandbox:
         return f"sandbox: {self.level} ({DESCRIPTIONS[self.level]})"
 
     def run(self, job: dict[str, Any], limits: Limits) -> Any:
-        """The zygote's reply to a job. Raises TimeoutError or WorkerDiedError if it hangs or dies; it is then replaced."""
+        """Sends a job to a zygote and returns its reply. If the zygote hangs or dies, it is replaced, and this raises
+        TimeoutError or WorkerDiedError."""
         return self.workers.ask(limits.job(**job), limits.seconds + GRACE)
 
 

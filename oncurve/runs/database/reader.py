@@ -115,7 +115,7 @@ CONTENT = (
 
 
 class RunReader:
-    """A run's database, open for reading, also while another process writes it.
+    """Reads a run's database, even while another process writes to it.
 
     Example:
         with RunReader.open(Path("runs/arithmetic-1")) as store:
@@ -151,7 +151,7 @@ class RunReader:
             raise RunError(
                 str(self.path),
                 "no such row",
-                because="a number is too large for a database",
+                because="its number is larger than any integer that SQLite can store",
                 fix="use a smaller step or position",
             ) from error
 

@@ -115,7 +115,7 @@ class _Parser:
 
     def _parse_bracket(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
-            raise ExpressionError(f"brackets deeper than {MAX_DEPTH}")
+            raise ExpressionError(f"brackets are nested more than {MAX_DEPTH} deep")
         value = self.parse_sum(depth)
         if self._take() != ")":
             raise ExpressionError("a bracket is not closed")

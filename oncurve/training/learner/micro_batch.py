@@ -25,9 +25,9 @@ CompletionIndex = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """A pack with what the loss needs of each predicted token.
+    """A pack, and what the loss needs to know about each of its predicted tokens.
 
-    ``sampler_M`` are the sampler's log-probs. ``logp_old_M`` is None until the first update has computed it.
+    ``sampler_M`` holds the sampler's log-probs. ``logp_old_M`` is None until the first update has computed it.
     """
 
     pack: Pack

@@ -1,13 +1,12 @@
-"""`grpo.carry_over`: groups that are unfinished when a step is full continue in the next step, with its weights.
+"""`grpo.carry_over`: groups that are unfinished when a step ends continue in the next step, with its weights.
 
-A step samples its own prompts and the groups that were carried over to it, those first, and ends as soon as all but
-``carry_over`` of them are complete. The last step finishes all, so every prompt is trained on once. Which groups are complete
-first follows from the weights, the seed and the engine's settings, and never from a clock: a resumed run carries over the same
-tokens.
+A step queues the groups that were carried over to it, then its own prompts. It ends as soon as all but ``carry_over`` of them
+are complete. The last step completes all groups, so every prompt is trained on once. Which groups are complete first depends
+only on the weights, the seed and the engine's settings, never on a clock, so a resumed run carries over the same tokens.
 
-A group keeps the random numbers of the step that began it. Its tokens are fed to the new weights before it continues, so its KV
-cache is always that of the current weights, and their log-probs stay those of the weights that sampled them: the learner's
-importance weight corrects for the difference.
+A group keeps the random numbers of the step that began it. Before it continues, its tokens are prefilled again with the new
+weights, so its KV cache always belongs to the current weights. The tokens keep the log-probs of the weights that sampled them,
+and the learner's importance weight corrects for the difference.
 """
 
 from __future__ import annotations

@@ -132,7 +132,8 @@ class DpoLoop(PackedOfflineStage[Dpo, PrefixGroup]):
         return PAIR_LOSSES[self.stage.loss](pairs, self.stage.beta, self.stage.margin)
 
     def _reward_terms(self, reward_R: Tensor, is_chosen_R: Tensor) -> dict[str, float]:
-        """Sums and counts of the implicit rewards β h, for which the policy is optimal (arXiv 2305.18290, section 4)."""
+        """Sums and counts of the implicit rewards β·h, with h the log-ratio of policy and reference. These are the rewards for
+        which the policy is optimal (arXiv 2305.18290, section 4)."""
         sides = {"chosen": reward_R[is_chosen_R], "rejected": reward_R[~is_chosen_R]}
         terms = {f"{side}_reward": float(rewards.double().sum()) for side, rewards in sides.items()}
         terms |= {side: float(len(rewards)) for side, rewards in sides.items()}

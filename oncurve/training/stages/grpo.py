@@ -100,7 +100,7 @@ class RolloutLoop(ABC):
             self.rewards.prefetch(group)
 
     def score(self, groups: Sequence[Group]) -> list[ScoredGroup]:
-        """Every rank scores its own groups and gets those of all: each rank grades the complete step."""
+        """Scores this rank's groups and gathers those of all ranks, because every rank grades the complete step."""
         return self.world.all_gather_results(lambda: self.rewards.score(groups))
 
     def complete_groups(self, n: int, scored: list[ScoredGroup], clock: PhaseClock) -> tuple[list[ScoredGroup], int]:

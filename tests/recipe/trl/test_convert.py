@@ -202,7 +202,7 @@ def test_importance_sampling_is_converted_only_if_it_means_the_same(tmp_path: Pa
         yaml = f"use_vllm: true\nvllm_importance_sampling_mode: {mode}\nvllm_importance_sampling_cap: 2.0"
         _, stage, notes = translate(tmp_path, yaml)
         assert (stage.importance_cap, stage.correction) == (None, None)
-        assert any(f'{mode} is grpo.correction = "{name}"' in note.text for note in notes)
+        assert any(f'{mode} corresponds to grpo.correction = "{name}"' in note.text for note in notes)
 
 
 def test_rewards_and_their_weights(tmp_path: Path) -> None:
