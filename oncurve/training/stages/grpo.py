@@ -246,7 +246,17 @@ class GrpoLoop(RolloutLoop):
         return scored, replaced
 
     def have_signal(self, scored: Sequence[ScoredGroup]) -> list[bool]:
-        """Whether the rewards of each group give any of its completions an advantage. A KL in the reward is not a signal."""
+        """Whether the rewards of each group give any of its completions an advantage. A KL in the reward is not a signal.
+
+        Without a baseline, and after whitening over the batch, equal rewards have advantages too. They are compared with
+        their group's mean there: groups of equal rewards would otherwise never be replaced.
+        """
+        baseline, scale = advantage_settings(self.grpo)
+        if baseline == "none" or scale == "whiten":
+            advantage = self.grpo.advantage.model_copy(update={"baseline": "mean", "scale": "none"})
+            return [
+                graded.has_signal for graded in grade_by_group(self.grpo.model_copy(update={"advantage": advantage}), scored)
+            ]
         return [graded.has_signal for graded in grade_by_group(self.grpo, scored)]
 
     def extend_groups(self, n: int, scored: list[ScoredGroup], first: int, clock: PhaseClock) -> list[ScoredGroup]:

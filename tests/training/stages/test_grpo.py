@@ -161,6 +161,10 @@ def test_a_group_has_a_signal_if_its_rewards_give_an_advantage() -> None:
         group_of("rewards", (Aspect("a", 0.0),), (Aspect("a", 1.0),)),
     ]
     assert loop_for({"no_signal": "resample"}, digits).have_signal(scored) == [False, False, True, True]
+    for more in ({"objective": "reinforce_pp"}, {"objective": "reinforce"}, {"advantage": {"scale": "whiten"}}):
+        flat = group_of("all right", (Aspect("a", 1.0),), (Aspect("a", 1.0),))
+        signals = loop_for({"no_signal": "resample", **more}, digits).have_signal([*scored, flat])
+        assert signals == [False, False, True, True, False], "equal rewards, which have advantages before or after whitening"
     gdpo = loop_for({"no_signal": "resample", "objective": "gdpo"}, digits)
     twice = group_of("more of a", (Aspect("a", 0.1), Aspect("b", 0.2, 2.0)), (Aspect("a", 0.5), Aspect("b", 0.0, 2.0)))
     assert gdpo.have_signal([twice, scored[3]]) == [True, True], "totals of 0.5, and a counts by its own std"
