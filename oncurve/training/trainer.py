@@ -171,9 +171,10 @@ class Trainer:
                 self.notify.on_run_end(status)
 
     def load_answers(self, store: RunReader, start: Checkpoint | None) -> None:
-        """Loads the answers that were recorded up to a checkpoint: drafts are looked for in them, and which group is complete
-        first may depend on the drafts that are accepted (``carry_over``)."""
+        """Replaces the engine's answers by those that were recorded up to a checkpoint: drafts are looked for in them, and which
+        group is complete first may depend on the drafts that are accepted (``carry_over``)."""
         if self.engine is not None and start is not None and self.recipe.engine.draft != "off":
+            self.engine.answers.clear()
             self.engine.answers.update(store.last_answers(MAX_EARLIER, MAX_REMEMBERED, start.stage, start.step))
 
     def _run_stages(self, start: Checkpoint | None) -> None:
@@ -348,6 +349,7 @@ class Trainer:
         self.store.forget_after(start.stage, start.step)
         if self.policy is not None:
             load_weights(self.policy, start.tensors["model"])
+        self.load_answers(self.store, start)
         return start
 
     def _stop_if_requested(self) -> None:

@@ -13,13 +13,16 @@ import pytest
 import torch
 
 from oncurve.cli.app import main
+from oncurve.engines.base import MAX_EARLIER, MAX_REMEMBERED
 from oncurve.errors import RunError
 from oncurve.models.loading.load import load_policy
 from oncurve.recipe.schema.sections import Guard as Settings
+from oncurve.recipe.schema.stages import Stage
 from oncurve.records import StepReport
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.bad_batches import bad_batches
+from oncurve.runs.checkpoints.files import Checkpoint
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.collapse_watch import PATIENCE, CollapseWatch, learning_rate_warning
@@ -28,6 +31,7 @@ from oncurve.training.listeners import Listener
 from oncurve.training.stages import trpo
 from oncurve.training.stages.trpo import TrpoLearner
 from oncurve.training.start import begin, fork, resume
+from oncurve.training.trainer import Trainer
 from tests.faults.cases import GRPO, TAKING, recipe
 from tests.faults.sameness import everything
 from tests.faults.test_exact import Die, DieAfter
@@ -219,6 +223,31 @@ def test_a_run_killed_after_a_roll_back_resumes_as_if_it_had_not_been(tmp_path: 
     monkeypatch.undo()
     run = resume(RunFolder(tmp_path / "cut"))
     assert everything(run) == everything(full)
+
+
+def test_after_a_roll_back_drafts_come_from_the_steps_that_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a run that is killed then and resumed: with `carry_over` the drafts decide which group is complete first."""
+    left, recorded = [], []
+
+    def roll_back(trainer: Trainer, stage: Stage) -> Checkpoint:
+        start = real(trainer, stage)
+        left.append(
+            {
+                name: [a.tolist() for a in answers]
+                for name, answers in (trainer.engine.answers if trainer.engine else {}).items()
+            }
+        )
+        answers = trainer.store.last_answers(MAX_EARLIER, MAX_REMEMBERED, start.stage, start.step)
+        recorded.append({name: [a.tolist() for a in answers] for name, answers in answers.items()})
+        return start
+
+    real = Trainer._roll_back
+    monkeypatch.setattr(Trainer, "_roll_back", roll_back)
+    NanAt(monkeypatch, range(6, 8))
+    begin(recipe({**BARE, "optimiser": {"learning_rate": 1e-3, "guard": {"rollback_after": 2}}}), out=tmp_path / "run")
+    assert left == recorded
+    assert len(left) == 1
+    assert left[0]
 
 
 def test_a_fork_from_before_a_roll_back_draws_the_same_samples_if_it_is_killed(
