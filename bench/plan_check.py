@@ -9,9 +9,9 @@ the driver's own context, which no program can measure from within.
     python bench/plan_check.py                      measure, print, write bench/results/plan_check.json
     python bench/plan_check.py --only 0.6B          only settings whose name contains this
     python bench/plan_check.py --seconds 200        start no setting after this time; the output lists what was left out
-    python bench/plan_check.py --again              plan again and compare with the measurements in the file; writes
-    docs/plan.md python bench/plan_check.py --device cpu --tiny  small shapes that run anywhere, for tests; no memory is
-    measured
+    python bench/plan_check.py --again              plan again and compare with the measurements in the file;
+                                                    write docs/plan.md
+    python bench/plan_check.py --device cpu --tiny  small shapes that run anywhere, for tests; no memory is measured
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class RunningAgent:
 
 
 class AgentProcesses:
-    """Starts agents by a launcher process of its own, which starts with the first of them."""
+    """Starts agents through a launcher process of its own, which is started with the first agent."""
 
     def __init__(self) -> None:
         self._numbers = count()
@@ -59,7 +59,7 @@ class AgentProcesses:
         self._launcher: subprocess.Popen[bytes] | None = None
 
     def start(self, program: AgentProgram, row: Mapping[str, Any], environment: Mapping[str, str], on_end: OnEnd) -> int:
-        """Starts an agent and returns its number. ``on_end`` is called in another thread."""
+        """Starts an agent and returns its number. When the agent has ended, ``on_end`` is called in another thread."""
         number = next(self._numbers)
         job = {
             "number": number,

@@ -1,4 +1,4 @@
-"""Games of textarena for one player by id, such as `textarena:Sudoku-v0`. Their tool is `act`, and observations are texts."""
+"""Single-player games of textarena, named by id, as in `textarena:Sudoku-v0`. Their tool is `act`; observations are texts."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Each episode has a thread of its own, so an environment's instance is used by one thread only and its calls never overlap.
 `async` functions run in one event loop, which all episodes share. If a call takes too long, its completion ends; its thread
-can't be stopped and is abandoned. If a function sets a signal handler, it runs in the main thread, because Python allows that
-nowhere else.
+can't be stopped and is abandoned. If a function sets a signal handler, it runs in the main thread, because Python allows
+signal handlers only there.
 """
 
 from __future__ import annotations

@@ -92,7 +92,9 @@ def plan(
         bool, typer.Option("--reference-on-cpu", help="The reference model in CPU memory; copied to the GPU for its pass.")
     ] = False,
     sharding: Annotated[str | None, typer.Option("--sharding", help="none, optimiser or full, with several GPUs.")] = None,
-    quantise: Annotated[str | None, typer.Option("--quantise", help="QLoRA's frozen base: nf4 or int8.")] = None,
+    quantise: Annotated[
+        str | None, typer.Option("--quantise", help="Precision of the frozen base in QLoRA: nf4 or int8.")
+    ] = None,
     reward_model: Annotated[
         str | None, typer.Option("--reward-model", help="A reward model on the GPU, named as for --model.")
     ] = None,

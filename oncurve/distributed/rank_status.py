@@ -67,7 +67,7 @@ class RankStatus:
 
 
 def write_status(run: Path, status: RankStatus) -> None:
-    """Replaces the process's file. Disk errors are ignored here: the run itself reports them when it saves."""
+    """Replaces the process's status file. Disk errors are ignored here: the run itself reports them when it saves."""
     with contextlib.suppress(OSError):
         folder = run / FOLDER
         folder.mkdir(exist_ok=True)

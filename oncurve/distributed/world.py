@@ -43,7 +43,7 @@ class World:
 
     @property
     def computes_rewards(self) -> bool:
-        """Whether this rank scores its completions. Of ranks that sample the same ones in lockstep, only the first does."""
+        """Whether this rank scores completions. Of ranks that sample the same completions in lockstep, only the first does."""
         return not self.samples_in_lockstep or self.rank % self.tp_size == 0
 
     @property

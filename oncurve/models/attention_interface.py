@@ -39,7 +39,7 @@ class ScoreRule:
 
     @property
     def has_kernel(self) -> bool:
-        """Whether torch's own attention can compute it."""
+        """Whether torch's own attention can compute this rule."""
         return self.softcap is None and self.sinks_H is None
 
 

@@ -367,7 +367,7 @@ def _copy_weights(model: Any, tensors: Mapping[str, Tensor], folder: Path) -> No
     for name, tensor in saved.items():
         if not bool(tensor.isfinite().all()):
             because = f"{name} has values that are not finite"
-            raise ModelError(str(folder), "the adapter can't be used", because=because, fix="use an earlier checkpoint of it")
+            raise ModelError(str(folder), "the adapter can't be used", because=because, fix="use an earlier checkpoint")
         new[name].copy_(tensor)
 
 

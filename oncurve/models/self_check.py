@@ -5,11 +5,12 @@ when a model is opened, in the precision that will be used, and costs about ten 
 sliding windows are shortened, so that short sequences are longer than a window. Positions stay below the one at which the
 rotary embedding changes its frequencies (`Policy.max_positions`).
 
-What counts as equal is derived from the precision. Rounding moves log-probs by an amount that depends on the model, so the
-check measures it: how far log-probs move if every embedding is multiplied by 1 ± ε, the precision's machine epsilon. In
+The tolerance is derived from the precision. Rounding moves log-probs by an amount that depends on the model, so the check
+measures it: how far log-probs move if every embedding is multiplied by 1 ± ε, with the precision's machine epsilon ε. In
 bfloat16 that is about twice the distance between a model's forward in bfloat16 and in float32 (1.6 to 3.3 times in 19 families
-of two layers). Up to `ROUNDINGS` times as much counts as equal. A model whose context moves log-probs by no more than
-`SENSITIVITY` times that tolerance can't reveal a wrong context: the check is then inconclusive, never passed.
+of two layers). The tolerance is `ROUNDINGS` times as much, but at least `LEAST_TOLERANCE`. If log-probs move by no more than
+`SENSITIVITY` times the tolerance when prompts are cut to their last token, the check would not notice a wrong context: its
+result is then inconclusive, never passed.
 """
 
 from __future__ import annotations

@@ -231,7 +231,7 @@ def load_trained_environment(
     """The environment or tools that a run's model was trained with. ``columns`` are those that it will begin with, if they are
     known already. Raises an error if there is no environment, or if it needs other columns."""
     if loaded.run is None:
-        because = "a run's recipe names its tools, and this is a model without one"
+        because = "a run's recipe names its tools, and this model does not belong to a run"
         raise RunError(loaded.name, "no tools to run", because=because, fix="name a run, or leave out --tools")
     recipe = trust.load_recipe_of(loaded.run)
     stage = recipe.stages[-1]

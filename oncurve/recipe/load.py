@@ -311,7 +311,8 @@ def _find_table(data: dict[str, Any], parts: Sequence[str]) -> dict[str, Any]:
             table, depth = _find_section(table, parts, depth), depth + 1
     if depth >= len(parts):
         because = "it is a complete stage or reward, with its own keys"
-        raise RecipeError(".".join(parts), "--set", because=because, fix=f"set one of its keys: {'.'.join(parts)}.KEY=VALUE")
+        key = ".".join(parts)
+        raise RecipeError(key, "can't be set", because=because, fix=f"set one of its keys: {key}.KEY=VALUE")
     return table
 
 
@@ -320,9 +321,8 @@ def _find_section(table: dict[str, Any], parts: Sequence[str], depth: int) -> di
     if isinstance(section, dict):
         return section
     where = ".".join(parts[: depth + 1])
-    raise RecipeError(
-        ".".join(parts), "--set", because=f"{where} is {section!r}, which has no keys below it", fix=f"set {where} itself"
-    )
+    because = f"{where} is {section!r}, which has no keys below it"
+    raise RecipeError(".".join(parts), "can't be set", because=because, fix=f"set {where} itself")
 
 
 def _find_reward(table: dict[str, Any], parts: Sequence[str], depth: int) -> dict[str, Any]:
@@ -337,7 +337,7 @@ def _find_reward(table: dict[str, Any], parts: Sequence[str], depth: int) -> dic
         fix = "the recipe's own rewards are set by rewards.NAME.KEY"
     else:
         fix = "add it to the file"
-    raise RecipeError(".".join(parts), "--set", because=because, fix=fix)
+    raise RecipeError(".".join(parts), "can't be set", because=because, fix=fix)
 
 
 def _by_label(entries: Any) -> dict[str, dict[str, Any]]:
@@ -359,7 +359,7 @@ def _unknown_first_part(parts: Sequence[str], stages: Mapping[str, Any]) -> Reci
         because = "a stage's keys are set by its name" + ("" if named in stages else did_you_mean(named, names))
         keys = ".".join(parts[2:]) or "KEY"
         fix = f"write --set {named}.{keys}=…" if named in stages else f"start with one of {', '.join(names)}: NAME.{keys}=…"
-        return RecipeError(where, "--set", because=because, fix=fix)
+        return RecipeError(where, "can't be set", because=because, fix=fix)
     known = [*(key for key in Recipe.model_fields if key != "stages"), *stages]
     because = f"this recipe has no section and no stage '{parts[0]}'{did_you_mean(parts[0], known)}"
-    return RecipeError(where, "--set", because=because, fix=f"start with one of {', '.join(known)}")
+    return RecipeError(where, "can't be set", because=because, fix=f"start with one of {', '.join(known)}")

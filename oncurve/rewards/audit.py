@@ -105,7 +105,7 @@ def _audited_completions(step: int, index: int, graded: GradedGroup) -> Iterator
 
 
 def audit(history: History) -> list[AuditFinding]:
-    """Every sign that the run shows."""
+    """Every sign of reward hacking that the history shows."""
     findings: list[AuditFinding] = []
     if len(history.steps) >= MIN_STEPS:
         for check in (_reward_without_accuracy, _length, _repetition, _aspect_alone):

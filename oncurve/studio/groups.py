@@ -277,7 +277,7 @@ def grading_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
 
 
 def grading_settings(run: RunFolder, location: GroupLocation) -> dict[str, Any] | str:
-    """The stage's advantage settings, or why What-if can't compute what the stage would."""
+    """The stage's advantage settings, or the reason why What-if can't compute advantages as the stage does."""
     if location.kind == "eval":
         return "Held-out completions are not trained on, so they have no advantages."
     try:

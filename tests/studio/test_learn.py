@@ -145,8 +145,8 @@ def test_the_update_figure_says_what_the_update_did(studio: Served, browser: Bro
     """Round 1: every answer moves as its advantage says. Round 4: "twelve" loses despite a positive one. Round 7: no
     signal."""
     says = {
-        1: "those with a positive advantage have gained, and those with a negative one have lost",
-        4: "“twelve” has a positive advantage and lost",
+        1: "those with a positive advantage became more likely, and those with a negative one less likely",
+        4: "“twelve” has a positive advantage but became less likely",
         7: "All rewards of the group are equal, so no advantage moves the policy",
     }
     with a_page(browser, f"{studio.address}/#/learn/algorithm") as watched:

@@ -145,7 +145,7 @@ class PagedDecode:
         return out[:, None]
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
-        """The states of idle slots stay as they are, so that a step with every slot idle changes nothing."""
+        """Stores the new states in place. Idle slots keep theirs, so a step in which every slot is idle changes nothing."""
         stored = self.buffers.states[layer]
         runs_S = self.buffers.tables.suffix_length >= 0
         with stepping_in_place(runs_S):

@@ -71,7 +71,8 @@ class GraphDecoder:
             log.warning("%s decodes with plain torch, which is slower: %s", type(policy.model).__name__, shape)
             return None
         if policy.fused_weights is not None and not compare_steps(policy, shape):
-            log.warning("%s: the fused decode step differs from its modules and is not used", type(policy.model).__name__)
+            reason = "its results differ from those of the model's modules"
+            log.warning("%s: the fused decode step is not used, because %s", type(policy.model).__name__, reason)
             policy.fused_weights = None
         if policy.fast_backbone is None and policy.fused_weights is None:
             what = "adapter (DoRA, dropout, quantised weights or another family)" if lora.is_attached(policy.model) else "class"

@@ -66,7 +66,7 @@ class DeviceRound:
         experts: Tensor | None = None,
         replies: abc.Sequence[tuple[int, int, Tensor]] = (),
     ) -> DeviceRound:
-        """Begin to copy to the host."""
+        """Begin to copy the tensors to host memory; `wait` returns when the copies are complete."""
         copies = tuple(_start_copy(ring) for ring in rings)
         written, experts = (None if x is None else _start_copy(x) for x in (written, experts))
         of_replies = tuple((slot, first, _start_copy(routing)) for slot, first, routing in replies)
@@ -248,7 +248,7 @@ class CudaRunner:
             self._forced[slot][position : position + len(forced)] = forced
 
     def _text_rows(self, slot: int, sequence: Sequence) -> tuple[int, int]:
-        """The row of a slot's own text, and the first row of its sources, the prompt."""
+        """Rows of the texts in which drafts are looked for: that of the slot's completion, and that of its prompt."""
         first = sequence.group * self.sources
         return first + 1 + sequence.sample - sequence.request.key.first, first
 

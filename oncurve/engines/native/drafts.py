@@ -124,7 +124,7 @@ class Drafter:
         return [slot for slot in live if not self.has_ended[slot]]
 
     def _forced(self, forced_ST: Ints | None, slot: int, at: int, most: int) -> Ints:
-        """The tokens that are forced from a position on, without a gap."""
+        """The forced tokens from position ``at`` up to the first position that is not forced, and at most ``most``."""
         if forced_ST is None or most <= 0:
             return np.zeros(0, np.int64)
         tokens = forced_ST[slot, at : at + most]

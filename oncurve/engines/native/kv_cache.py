@@ -108,8 +108,8 @@ class KVCache:
         self.own_pages[layer] = [Page(False, a.transpose(1, 2), b) for a, b in zip(k_all, v_all, strict=True)]
 
     def store_tokens(self, layer: int, row_SKW: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store W new positions per slot, k and v of [S, K, W, d]; ``row_SKW`` are their rows among all [pages · blocks · K ·
-        R · PAGE]."""
+        """Store k and v, [S, K, W, d], of W new positions per slot. ``row_SKW`` are their rows if the suffixes are viewed as
+        [pages · blocks · K · R · PAGE, d]."""
         if layer not in self.suffixes:
             self.allocate_suffixes(layer, k[0, :, 0], v[0, :, 0])
         for pages, x in zip(self.suffixes[layer], (k, v), strict=True):

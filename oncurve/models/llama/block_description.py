@@ -394,10 +394,10 @@ class _Explanation:
     def block(self) -> BlockDescription:
         x, attend = self.layer.input, self.attend
         if not all(bool(call.output.any()) for call in (*self.before, *self.after) if is_plain(call.module)):
-            raise Undescribed("weights of zero, which hide what is done with a product")
+            raise Undescribed("weights of zero, with which the use of a linear layer's output can't be traced")
         qkv_calls = [call for call in self.before if is_plain(call.module)]
         if len(qkv_calls) not in (1, 3) or not all(_same(call.input, qkv_calls[0].input) for call in qkv_calls):
-            raise Undescribed("queries, keys and values that are not linear in one input")
+            raise Undescribed("queries, keys and values that are not linear functions of one input")
         self.before = [call for call in self.before if call not in qkv_calls]
         u = qkv_calls[0].input
         input_norm = self._take_norm(self.before, reads=x, writes=u)
@@ -517,7 +517,7 @@ class _Explanation:
         if _close(q, attend.q) and _close(k, attend.k):
             return None
         if self.layer.angles is None:
-            raise Undescribed("positions other than a rotary embedding's")
+            raise Undescribed("positions that are not encoded by a rotary embedding")
         cos, sin = self.layer.angles
         arguments = [extra for _, extra, (c, _) in self.trace.rotations if c is cos]
         if len(arguments) != 1:
@@ -653,7 +653,7 @@ def _scale_between(one: Tensor, other: Tensor, config: Any, beside: Tensor | Non
     a, b = one.double().flatten(), other.double().flatten()
     size = float(a @ a)
     if size == 0:
-        raise Undescribed("weights of zero, which hide the scale of a sum")
+        raise Undescribed("weights of zero, with which the scale of a residual sum can't be measured")
     scale = float(a @ b) / size
     noise = float(b.norm()) + (0.0 if beside is None else float(beside.double().norm()))
     if float((b - scale * a).norm()) > _tolerance(one) * noise:

@@ -227,7 +227,8 @@ class PolicyGradientStage(RolloutStage):
     """Controls that keep the policy's entropy from collapsing."""
     mismatch_limit: Annotated[float, Field(gt=1.0)] | None = None
     """Leave a completion out of the surrogate if sampler and learner disagree on it: if the geometric mean of
-    π_learner/π_sampler over its tokens is outside 1/limit … limit. It still counts in the totals. Unset: off."""
+    π_learner/π_sampler over its tokens is outside 1/limit … limit. It still counts in the totals by which the loss is
+    divided. Unset: off."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off if the learner itself
     samples; 2 with `scale.engine = "vllm"`, staleness or `carry_over`, unless `mismatch_limit` or `correction` is set."""
@@ -236,11 +237,12 @@ class PolicyGradientStage(RolloutStage):
         description="A named correction for a sampler that differs from the learner, instead of `importance_cap` and "
         "`mismatch_limit`, with w = π_learner/π_sampler: "
         + "; ".join(f"`{name}`: {c.sentence} ({c.paper})" for name, c in CORRECTIONS.items())
-        + ". What is dropped still counts in the totals. Unset: none.",
+        + ". What is dropped still counts in the totals by which the loss is divided. Unset: none.",
     )
     off_policy_kl: PositiveFloat | None = None
     """Off-policy sequence mask (DeepSeek-V3.2): leave tokens of negative advantage out of the surrogate if the mean of log
-    π_sampler − log π over their completion exceeds this (0.5 is usual). They still count in the totals. Unset: off."""
+    π_sampler − log π over their completion exceeds this (0.5 is usual). They still count in the totals by which the loss is
+    divided. Unset: off."""
     corrects_stale_samples: ClassVar[bool] = True
 
     @property

@@ -161,7 +161,7 @@ def _importance_cap(config: TrlConfig, option: str) -> float | None:
             f'grpo.correction = "{name}" (limit {CORRECTIONS[name].high:g}), and token_truncate to grpo.importance_cap'
         )
     if mode != "token_truncate":
-        raise NoCounterpart("TRL has no such vllm_importance_sampling_mode; left off")
+        raise NoCounterpart("TRL has no such vllm_importance_sampling_mode, so it is not converted")
     return config.number("vllm_importance_sampling_clip_max" if old is None else "vllm_importance_sampling_cap")
 
 
@@ -202,7 +202,7 @@ def _quantise(config: TrlConfig, option: str) -> str | None:
     if config.boolean("load_in_8bit"):
         return "int8"
     if config.value("bnb_4bit_quant_type") == "fp4":
-        raise NoCounterpart("4-bit weights are nf4 here; left off")
+        raise NoCounterpart("4-bit weights are nf4 in Oncurve, so the recipe does not quantise the model")
     return "nf4"
 
 

@@ -17,7 +17,7 @@ from oncurve.tasks.base import TAGS
 
 
 class FormatOptions(Section):
-    """1 for tags in order, or for a match of a regular expression."""
+    """1 for the `<think>` and `<answer>` tags in order, or for a match of a regular expression."""
 
     style: Literal["strict", "soft"] = "strict"
     """`strict`: 1 for `<think>…</think><answer>…</answer>` and nothing else, neither empty; `soft`: 0.2 for each of the four

@@ -163,7 +163,7 @@ def test_what_present_weights_hide_is_not_described() -> None:
     model = make_model("llama")
     nn.init.zeros_(model.base_model.layers[1].self_attn.o_proj.weight)
     nn.init.zeros_(model.base_model.layers[1].self_attn.o_proj.bias)
-    assert describe(model) == "weights of zero, which hide what is done with a product"
+    assert describe(model) == "weights of zero, with which the use of a linear layer's output can't be traced"
     model = make_model("llama")
     model.base_model.layers[0].mlp.scale = nn.Parameter(torch.ones(1))
     assert describe(model) == "parameters besides linear layers and norms (layers.0.mlp.scale)"
