@@ -26,6 +26,7 @@ from oncurve.distributed.rendezvous import joined_ranks
 from oncurve.distributed.signed_store import SECRET
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import ClusterError, OncurveError, RunError, error_to_json, printable
+from oncurve.models.loading.load import check_quantised
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
@@ -118,6 +119,8 @@ class LearnerActor:
         trainer = ClusterTrainer(
             recipe, run, *tasks_and_rewards, [self.relay], None, task.minutes, world, assignment=assignment
         )  # fmt: skip
+        if is_new:
+            check_quantised(recipe.model, trainer.policy)
         if is_new or task.sets:
             run.write_recipe(dump_recipe(recipe))
         return trainer

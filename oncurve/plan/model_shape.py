@@ -96,6 +96,8 @@ class ModelShape:
     """Parameters of all layers' experts that a token does not take, if they were counted: some layers may have no experts."""
     counted_linear: int | None = None
     """Weights of all layers' linear modules, if they were counted."""
+    counted_embeddings: int = 0
+    """Those of the layers' parameters that are embeddings, if they were counted: Gemma 3n has an embedding for every layer."""
 
     @property
     def kind(self) -> Family:
@@ -180,9 +182,14 @@ class ModelShape:
         return self.layers * sum(a * b for a, b in self.attention_matrices)
 
     @property
+    def unquantised_share(self) -> float:
+        """Fraction of the layers' parameters that are not weights of linear modules. Embeddings, which are looked up, do not
+        count."""
+        return 1 - self.linear_parameters / (self.layers * self.layer_parameters - self.counted_embeddings)
+
+    @property
     def can_be_quantised(self) -> bool:
-        """Whether at least half of the layers' parameters are weights of linear modules."""
-        return 2 * self.linear_parameters >= self.layers * self.layer_parameters
+        return self.unquantised_share <= 0.5
 
     def adapter_parameters(self, rank: int) -> int:
         """Parameters of LoRA on every linear layer: rank · (in + out) each."""
@@ -367,6 +374,7 @@ def _with_counts(shape: ModelShape, model: Any) -> ModelShape:
     counts = {id(p): p.numel() for p in model.parameters()}
     embeddings = {id(m.weight) for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}
     layers = sum(count for key, count in counts.items() if key not in embeddings) - shape.width
+    of_layers = {id(m.weight) for m in model.modules() if isinstance(m, torch.nn.Embedding)} - embeddings
     linear = [m.weight for m in model.modules() if isinstance(m, torch.nn.Linear | Conv1D) and id(m.weight) not in embeddings]
     of_experts = sum(
         p.numel()
@@ -384,6 +392,7 @@ def _with_counts(shape: ModelShape, model: Any) -> ModelShape:
         counted_widths=sum(sum(weight.shape) for weight in linear) / shape.layers,
         counted_idle=of_experts * (shape.experts - shape.experts_active) // max(shape.experts, 1),
         counted_linear=sum(weight.numel() for weight in linear),
+        counted_embeddings=sum(counts[key] for key in of_layers),
     )
 
 

@@ -69,11 +69,10 @@ def _checked(job: Job) -> Job:
     if job.quantise is not None and job.lora_rank is None:
         raise RecipeError("--quantise", job.quantise, because="quantised weights stay frozen", fix="add --lora")
     if job.quantise is not None and not job.shape.can_be_quantised:
-        share = 1 - job.shape.linear_parameters / (job.shape.layers * job.shape.layer_parameters)
         raise RecipeError(
             "model.quantise", job.quantise,
-            because=f"{share:.0%} of the weights of its layers are not in linear modules, which are all that bitsandbytes "
-            "quantises",
+            because=f"{job.shape.unquantised_share:.0%} of the weights of its layers are not in linear modules, which are all "
+            "that bitsandbytes quantises",
             fix="remove model.quantise; in a mixture of experts the weights stay in 16 bits",
         )  # fmt: skip
     if job.sharding != "none" and job.gpus == 1:

@@ -19,7 +19,7 @@ from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import check_engine, default_slots
 from oncurve.errors import RecipeError, RunError
 from oncurve.models.llama.c_build import load_library
-from oncurve.models.loading.load import choose_device
+from oncurve.models.loading.load import check_quantised, choose_device
 from oncurve.models.policy import Policy
 from oncurve.recipe.defaults import task_for_stage, with_importance_cap
 from oncurve.recipe.load import changed_keys, dump_recipe, flatten, parse_recipe
@@ -81,6 +81,7 @@ def begin(
     try:
         announce_run(world, recipe, run)
         trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, minutes, world)
+        check_quantised(recipe.model, trainer.policy)
     except BaseException:
         run.remove()
         raise
@@ -246,6 +247,8 @@ def _fork(
     try:
         announce_run(world, recipe, run)
         trainer = Trainer(recipe, run, task_of, rewards_of, listeners, policy, world=world)
+        if recipe.model.quantise != before.model.quantise:
+            check_quantised(recipe.model, trainer.policy)
     except BaseException:
         run.remove()
         raise

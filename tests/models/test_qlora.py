@@ -15,7 +15,7 @@ from oncurve.engines.base import SampleKey
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.errors import ModelError, RecipeError
 from oncurve.models import lora
-from oncurve.models.loading.load import ModelSummary, load_policy
+from oncurve.models.loading.load import ModelSummary, check_quantised, load_policy
 from oncurve.models.packing import Pack, PrefixGroup, build_pack
 from oncurve.models.policy import Policy
 from oncurve.models.reference import Reference
@@ -133,18 +133,37 @@ def test_an_export_is_a_plain_model_with_the_adapter_merged(kind: str, base: Pat
     assert not lora.is_attached(again.model)
 
 
+def save_family(family: str, base: Path, folder: Path, **options: object) -> Path:
+    """A model of a family with random weights, and the tokenizer of ``base``."""
+    settings = AutoConfig.for_model(
+        family, vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, **options,
+    )  # fmt: skip
+    shutil.copytree(base, folder)
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_mixture_of_experts_is_refused(kind: str, base: Path, tmp_path: Path) -> None:
     """Its experts would stay in 16 bits: bitsandbytes quantises linear modules only."""
-    settings = AutoConfig.for_model(
-        "qwen3_moe", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32,
-    )  # fmt: skip
-    shutil.copytree(base, tmp_path / "mixture")
-    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "mixture")
-    config = {"source": str(tmp_path / "mixture"), "lora": {"rank": 4}, "quantise": kind, "device": "cpu"}
-    with pytest.raises(RecipeError, match=r"8\d% .* not in linear modules.*layers\.0\.mlp\.experts"):
-        load_policy(Model.model_validate(config), alphabet=None, seed=0)
+    sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    source = save_family("qwen3_moe", base, tmp_path / "mixture", **sizes)
+    config = Model.model_validate({"source": str(source), "lora": {"rank": 4}, "quantise": kind, "device": "cpu"})
+    with pytest.raises(RecipeError, match=r"8\d% .* not in linear modules.*layers\.0\.mlp\.experts\.gate_up_proj"):
+        check_quantised(config, load_policy(config, alphabet=None, seed=0))
+
+
+def test_embeddings_of_layers_do_not_keep_a_model_from_being_quantised(base: Path, tmp_path: Path) -> None:
+    """More than half of the weights of Gemma 3n's layers are in an embedding, which is looked up."""
+    sizes = {"vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 64, "laurel_rank": 4, "altup_num_inputs": 2}
+    layers = ["sliding_attention", "full_attention"]
+    source = save_family("gemma3n_text", base, tmp_path / "e2b", num_kv_shared_layers=0, layer_types=layers, **sizes)
+    config = Model.model_validate({"source": str(source), "lora": {"rank": 4}, "quantise": "nf4", "device": "cpu"})
+    policy = load_policy(config, alphabet=None, seed=0)
+    linear = sum(module.in_features * module.out_features for module in lora.quantised_modules(policy.model))
+    assert linear < 512 * 2 * 64
+    check_quantised(config, policy)
 
 
 def test_a_saved_dora_adapter_is_refused(base: Path, tmp_path: Path) -> None:

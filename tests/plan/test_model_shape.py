@@ -368,6 +368,18 @@ EXPERTS = {**SMALL, "model_type": "qwen3_moe", "num_experts": 16, "num_experts_p
            "head_dim": 16, "max_position_embeddings": 4096}  # fmt: skip
 
 
+def test_embeddings_of_layers_do_not_keep_a_model_from_being_quantised() -> None:
+    """More than half of the weights of Gemma 3n's layers are in an embedding, which is looked up."""
+    config = {"model_type": "gemma3n_text", "vocab_size": 512, "vocab_size_per_layer_input": 512, "num_hidden_layers": 2,
+              "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+              "hidden_size_per_layer_input": 64, "num_kv_shared_layers": 0, "laurel_rank": 4, "altup_num_inputs": 2,
+              "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    shape = shape_of_config(config, "gemma")
+    assert shape.counted_embeddings == 512 * 2 * 64 > shape.linear_parameters
+    assert shape.can_be_quantised
+    assert with_settings(job(shape), quantise="nf4", lora_rank=4).quantise == "nf4"
+
+
 @pytest.mark.parametrize("config", [EXPERTS, {**EXPERTS, "model_type": "flex_olmo"}], ids=["by formula", "counted"])
 def test_experts_are_not_linear_modules(config: dict[str, Any]) -> None:
     shape = shape_of_config(config, "moe")

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from oncurve.errors import RecipeError
 from oncurve.models import lora
 from oncurve.operations.run_model import export, load_run
 from oncurve.operations.verify import verify
 from oncurve.recipe.schema.model import Model
-from oncurve.runs.checkpoints.listing import RunTarget
-from oncurve.training.start import begin, task_for
+from oncurve.runs.checkpoints.listing import RunTarget, find_checkpoint
+from oncurve.runs.folder import RunFolder
+from oncurve.training import start
+from oncurve.training.start import begin, fork, resume, task_for
+from oncurve.training.trainer import TimeUp
 from tests.training.builders import policy, recipe
 from tests.training.stages.test_iterative_grpo import in_slices
 
@@ -64,3 +69,29 @@ def test_a_run_over_a_quantised_base_ends_in_the_same_bits_and_exports_a_plain_m
     assert {t.dtype for t in one.values()} == {torch.float32}
     assert all("lora_" in name for name in load_file(full.checkpoints / "grpo-000004" / "model.safetensors"))
     assert not lora.is_attached(load_run(full).model)
+
+
+def test_qlora_over_experts_is_refused_in_new_runs_and_continues_in_runs_of_an_earlier_release(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = policy(alphabet="0123456789+=<>/abcdefghijklmnopqrstuvwxyz ,:")
+    small.save(tmp_path / "base")
+    settings = AutoConfig.for_model(
+        "qwen3_moe", vocab_size=small.model.config.vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, num_experts=8, num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(settings).save_pretrained(tmp_path / "base")
+    change = [f"model.source={tmp_path / 'base'}", "model.quantise=nf4", "model.lora.rank=2", "model.device=cpu"]
+    config = recipe(*change, "task.heldout=3", "sft.steps=2", "sft.save_every=1", "grpo.steps=1")
+    with pytest.raises(RecipeError, match=r"not in linear modules.*layers\.0\.mlp\.experts\."):
+        begin(config, out=tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+    monkeypatch.setattr(start, "check_quantised", lambda *_: None)  # as an earlier release
+    with pytest.raises(TimeUp):
+        begin(config, out=tmp_path / "run", minutes=1e-9)
+    monkeypatch.undo()
+    run = resume(RunFolder(tmp_path / "run"))
+    assert run.state().current_status == "finished"
+    assert lora.quantised_modules(load_run(run, find_checkpoint(run, "sft-1")).model)
+    assert fork(run, 1, [], stage="sft", out=tmp_path / "fork").state().current_status == "finished"

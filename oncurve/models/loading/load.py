@@ -207,8 +207,6 @@ def load_base(config: Model) -> tuple[Any, Any]:
             because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
             fix="use a folder in Hugging Face format, a .gguf file, or a hub id that is cached or reachable",
         ) from error
-    if config.quantise is not None:
-        _check_quantised(config.quantise, model)
     load.check_complete(config.source, report["missing_keys"])
     load.check_finite(config.source, model)
     load.check_end_tokens(config.source, model)
@@ -278,21 +276,25 @@ def _quantisation_options(config: Model) -> dict[str, Any]:
     return {"quantization_config": quantisation, "device_map": {"": choose_device(config.device)}}
 
 
-def _check_quantised(kind: str, model: PreTrainedModel) -> None:
-    """Refuse a model most of whose layers stay in 16 bits. bitsandbytes quantises linear modules only, and transformers holds
-    all experts of a layer in one tensor."""
+def check_quantised(config: Model, policy: Policy | None) -> None:
+    """Refuse a model most of whose layers stay in 16 bits, in new runs. bitsandbytes quantises linear modules only, and
+    transformers holds all experts of a layer in one tensor. Embeddings do not count: they are looked up."""
+    if config.quantise is None or policy is None:
+        return
+    model = policy.model
     quantised = lora.quantised_modules(model)
     linear = sum(module.in_features * module.out_features for module in quantised)
-    skipped = [*quantised, model.get_input_embeddings(), model.get_output_embeddings()]
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    skipped = [*quantised, *embeddings, model.get_output_embeddings()]
     of_skipped = {id(p) for module in skipped if module is not None for p in module.parameters()}
-    others = {name: p.numel() for name, p in model.named_parameters() if id(p) not in of_skipped}
+    others = {name: p.numel() for name, p in model.named_parameters() if not p.requires_grad and id(p) not in of_skipped}
     if linear < sum(others.values()):
         share = sum(others.values()) / (linear + sum(others.values()))
         raise RecipeError(
             "model.quantise",
-            kind,
+            config.quantise,
             because=f"{share:.0%} of the weights of its layers are not in linear modules, which are all that bitsandbytes "
-            f"quantises: the largest is {max(others, key=lambda name: others[name])}",
+            f"quantises: the largest is {max(others, key=lambda name: others[name]).replace('.base_layer', '')}",
             fix="remove model.quantise; in a mixture of experts the weights stay in 16 bits",
         )
 
@@ -306,7 +308,7 @@ def _check_tiny(config: Model) -> None:
 
 
 def _apply_adapter(model: Any, config: Model, seed: int) -> None:
-    """Add a saved adapter, to train it further if `lora` is set, else merged; or add a new one."""
+    """Load a saved `adapter`, and merge it unless `lora` is set, which trains it further. Without one, add `lora` if set."""
     if config.adapter is not None:
         lora.load(model, Path(config.adapter))
         if config.lora is None:
@@ -316,7 +318,7 @@ def _apply_adapter(model: Any, config: Model, seed: int) -> None:
 
 
 def check_source(source: str) -> None:
-    """Refuse what can't be a model before transformers opens it."""
+    """Refuse a source that can't be a model, before transformers opens it."""
     _check_path(source)
     load.check_folder(source)
     load.check_hub_reachable(source)
