@@ -42,6 +42,7 @@ from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.metrics import METRICS
 from oncurve.tasks.data.prompt_list import PromptList, Row
+from oncurve.tasks.environments import pickle_by_key
 from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.errors import print_error
 from oncurve.terminal.live.display import LiveDisplay
@@ -345,12 +346,16 @@ def _as_environment(
             fix="pass prompts=[…] too, or set task.tools and task.environment in the recipe",
         )
     options: dict[str, Any] = {"max_turns": max_turns, "timeout_s": timeout_s, "history": history}
-    if isinstance(factory, Mapping):
-        return {
-            name: ToolEnvironment(tools or [], one, factory_where=f"environment_factory[{name!r}]", **options)
-            for name, one in factory.items()
-        }
-    return ToolEnvironment(tools or [], factory, **options)
+    if not isinstance(factory, Mapping):
+        environment = ToolEnvironment(tools or [], factory, **options)
+        pickle_by_key(environment, "environment_factory")
+        return environment
+    environments = {}
+    for name, one in factory.items():
+        where = f"environment_factory[{name!r}]"
+        environments[name] = ToolEnvironment(tools or [], one, factory_where=where, **options)
+        pickle_by_key(environments[name], where)
+    return environments
 
 
 def _with_environment_reward(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -119,7 +120,8 @@ class RewardWorkers:
             self._log(f"{actor.name} ({location}) {reason} while scoring {work}; sent to another worker")
 
     def _call(self, actor: Actor, stage: str, reward: str, group: Group) -> RewardReply:
-        arguments = (self.session.id, stage, reward, group)
+        # Without the environment, which the worker would have to load.
+        arguments = (self.session.id, stage, reward, replace(group, prompt=replace(group.prompt, environment=None)))
         self.set_phase(actor.name, None, "scoring")
         reply: RewardReply = get_result(actor.call("score", *arguments), self.timeout_s)
         if reply is None:  # it was restarted and needs the session again

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import inspect
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -53,6 +56,37 @@ FROM_ELSEWHERE: Mapping[str, Callable[[str, str, Mapping[str, Any]], type]] = {
 }
 """Other packages' environments, which a recipe names as `package:id`: (id, the recipe's key, its options) -> a class."""
 
+_BY_KEY: dict[str, object] = {}
+"""This process's newest environment of each key (`pickle_by_key`)."""
+_KEYS: dict[int, tuple[object, str, Callable[[], object] | None]] = {}
+"""By an environment's id: itself, so that no other object gets this id; its key; and what loads it if a process has none."""
+_LOADING = threading.RLock()
+
+
+def pickle_by_key(environment: object, key: str, load: Callable[[], object] | None = None) -> None:
+    """Pickle an environment as its key from now on. Ranks, and samplers of a Ray cluster, send each other prompts, and each
+    process then uses its own environment of that key. If it has none, it calls ``load``.
+
+    An environment itself can't be sent in general: its class may be local, its file's module may have been imported again, and
+    it may hold a server.
+    """
+    _BY_KEY[key], _KEYS[id(environment)] = environment, (environment, key, load)
+    copyreg.pickle(type(environment), _reduce)
+
+
+def _reduce(environment: object) -> Any:
+    if id(environment) not in _KEYS:  # created elsewhere, such as by a task for its own prompts
+        return environment.__reduce_ex__(2)
+    _, key, load = _KEYS[id(environment)]
+    return _find_or_load, (key, load)
+
+
+def _find_or_load(key: str, load: Callable[[], object] | None) -> object:
+    with _LOADING:
+        if load is None or key in _BY_KEY:
+            return _BY_KEY[key]
+        return load()
+
 
 def load_environment(
     name: str | None,
@@ -66,6 +100,22 @@ def load_environment(
     """The environment that a recipe names under ``where``: one of `ENVIRONMENTS`, or `file.py:Class`. With ``tools``, functions
     as `file.py:name` and MCP servers, that the policy can call besides. ``options`` are the arguments of the environment's
     class."""
+    environment = _build_environment(name, where, tools, max_turns, timeout_s, history, options)
+    if environment is not None:
+        arguments = (name, where, tuple(tools), max_turns, timeout_s, history, dict(options))
+        pickle_by_key(environment, repr(arguments), partial(load_environment, *arguments))
+    return environment
+
+
+def _build_environment(
+    name: str | None,
+    where: str,
+    tools: Sequence[str | McpTools],
+    max_turns: int | None,
+    timeout_s: float,
+    history: History,
+    options: Mapping[str, Any],
+) -> Environment | StatefulEnvironment | None:
     kind = None if name is None else _find_environment(name, where, options)
     if kind is not None and not _is_stateful(kind):
         environment = _pure_environment(str(name), kind, where)

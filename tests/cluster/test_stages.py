@@ -10,7 +10,11 @@ import pytest
 from oncurve.cluster.messages import copy_weights, weights_as_bytes
 from oncurve.models.loading.load import load_policy
 from oncurve.recipe.schema.model import Lora, Model, TinyModel
+from oncurve.recipe.schema.sections import Task
+from oncurve.training.start import begin
 from tests.cluster.started import Started, same_as_in_one_process
+from tests.distributed.test_environments import CASES as ENVIRONMENTS
+from tests.distributed.test_environments import recipe_of, texts
 from tests.faults.cases import CASES
 
 KINDS = [
@@ -34,6 +38,21 @@ def test_a_stage_on_a_cluster_leaves_what_it_leaves_in_one_process(cluster: Any,
     started = Started.begin(tmp_path / "ray", recipe, cluster.address)
     started.end()
     same_as_in_one_process(started.run, recipe, tmp_path / "plain")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a class of ours with options", "a pure one with options", "gymnasium"])
+def test_each_sampler_loads_an_environment_that_can_not_be_sent(cluster: Any, tmp_path: Path, name: str) -> None:
+    """The first stage has another task, so a sampler does not need the environment to load its model."""
+    built = recipe_of(tmp_path, ENVIRONMENTS[name])
+    (stage,) = built.stages
+    options = {key: value for key, value in built.task.options.items() if not key.startswith("environment")}
+    before = stage.model_copy(update={"name": "before", "steps": 1, "task": Task(type="file", heldout=2, **options)})
+    recipe = built.model_copy(update={"stages": (before, stage)})
+    scale = recipe.scale.model_copy(update={"samplers": 2, "reward_workers": 1})
+    Started.begin(tmp_path / "ray", recipe.model_copy(update={"scale": scale}), cluster.address).end()
+    begin(recipe, out=tmp_path / "plain")
+    assert texts(tmp_path / "ray") == texts(tmp_path / "plain")
 
 
 def test_with_lora_only_the_adapter_is_sent() -> None:
