@@ -21,7 +21,7 @@ from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.inputs import changed_inputs, folder_of_inputs
-from oncurve.training.semantics import check_semantics
+from oncurve.training.semantics import as_first_trained, check_semantics
 from oncurve.training.start import build_tasks_and_rewards
 from oncurve.training.trainer import Trainer, completed_steps, count_rollbacks, load_weights
 
@@ -75,7 +75,7 @@ def replay(run: RunFolder, stage: str | None, step: int, position: int) -> Repla
 
 
 def _replay(run: RunFolder, stage: str | None, step: int, position: int) -> ReplayResult:
-    recipe = trust.load_recipe_of(run)
+    recipe = as_first_trained(run, trust.load_recipe_of(run))
     reject_python_only(recipe)
     check_semantics(run, recipe)
     trust.check(run)

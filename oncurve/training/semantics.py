@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from oncurve.errors import RunError
 from oncurve.models.loading.load import choose_device
 from oncurve.plan.memory import fisher_groups
+from oncurve.recipe.defaults import rewards_for_stage
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import Grpo, PolicyGradientStage, RejectionSample, TrainingFree, Trpo
+from oncurve.runs.checkpoints.listing import HELDOUT, best_value
 from oncurve.runs.folder import SEMANTICS, RunFolder
 
 
@@ -73,9 +75,36 @@ def _ends_early_without_updates(recipe: Recipe) -> bool:
     )
 
 
-def _resamples(recipe: Recipe) -> bool:
-    """Rewards that differ by rounding, and equal rewards of single steps, counted as a signal."""
-    return any(isinstance(stage, Grpo) and stage.no_signal == "resample" for stage in recipe.stages)
+COARSE_REWARDS = frozenset({
+    "answer", "code", "columns", "countdown", "format", "guess", "json", "language", "length", "math", "model", "overlong",
+    "repetition",
+})  # fmt: skip
+"""Rewards without step rewards whose values, if they differ at all, differ by more than rounding. That is not known of Python
+functions, nor of sums, as in a judge's rubric."""
+
+
+def _resamples_other_groups(recipe: Recipe) -> bool:
+    """Total rewards were compared exactly. A group of one coarse reward has a signal by that rule if and only if it has an
+    advantage. In other groups, totals that differ by rounding, equal step rewards, and rewards of truncated completions that
+    `mask_cut` leaves out counted as a signal."""
+    for stage in recipe.stages:
+        if isinstance(stage, Grpo) and stage.no_signal == "resample":
+            counted = [reward.type for reward in rewards_for_stage(recipe, stage) if reward.weight != 0]
+            if stage.mask_cut or len(counted) > 1 or not COARSE_REWARDS.issuperset(counted):
+                return True
+    return False
+
+
+LOWEST = frozenset({
+    "loss", "policy_loss", "heldout_loss", "kl", "failure_share", "cut_share", "no_signal_share", "mismatch_kl",
+})  # fmt: skip
+"""The metrics of which version 1 took the lowest value as the best; of all others it took the highest."""
+
+
+def _keeps_another_best(recipe: Recipe) -> bool:
+    """A checkpoint that was kept as the best would be deleted."""
+    metrics = {stage.keep_best for stage in recipe.stages if stage.keep_best not in (None, HELDOUT)}
+    return any(best_value(metric) != ("lowest" if metric in LOWEST else "highest") for metric in metrics if metric)
 
 
 def _has_16_bit_weights(recipe: Recipe) -> bool:
@@ -94,8 +123,9 @@ CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
         "long replies of an environment are prefilled in one pass": _has_own_environment,
         "groups that resampling discards count in the budget of tokens": _discards_groups_within_a_budget,
         "fisher_share is the share of groups that curvature is measured on": _measures_curvature_on_other_groups,
-        "groups without an advantage are resampled, not those of equal totals": _resamples,
+        "groups without an advantage are resampled, not those of equal totals": _resamples_other_groups,
         "rejection_sample and training_free end when their budget is spent": _ends_early_without_updates,
+        "keep_best takes the lowest value of every loss, KL, error and failure share, and no length": _keeps_another_best,
         "in 16 bits, frequencies of rotary embeddings stay in float32": _has_16_bit_weights,
     }
 }
@@ -105,6 +135,18 @@ CHANGES: Mapping[int, Mapping[str, Callable[[Recipe], bool]]] = {
 def changes_since(version: int, recipe: Recipe) -> list[str]:
     """What a recipe uses that means something else since a version."""
     return [text for later in CHANGES if later > version for text, uses in CHANGES[later].items() if uses(recipe)]
+
+
+def as_first_trained(run: RunFolder, recipe: Recipe) -> Recipe:
+    """The recipe by which a run is continued or replayed, without what its version ignored: rewards that failed never ended a
+    rejection_sample or training_free stage of version 1."""
+    if run.state().semantics > 1:
+        return recipe
+    stages = [
+        stage.model_copy(update={"max_failure_share": 1.0}) if isinstance(stage, RejectionSample | TrainingFree) else stage
+        for stage in recipe.stages
+    ]
+    return recipe.model_copy(update={"stages": tuple(stages)})
 
 
 def check_semantics(run: RunFolder, recipe: Recipe) -> None:

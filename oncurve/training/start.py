@@ -39,7 +39,7 @@ from oncurve.training.inputs import check_inputs, folder_of_inputs, record_input
 from oncurve.training.listeners import Listener
 from oncurve.training.preflight import check_stage_data
 from oncurve.training.rank_commands import announce_run, check_world_size, run_worker_rank
-from oncurve.training.semantics import check_semantics
+from oncurve.training.semantics import as_first_trained, check_semantics
 from oncurve.training.trainer import RewardsOf, TaskOf, Trainer, load_policy_for
 
 RUNS = Path("runs")
@@ -177,7 +177,7 @@ MACHINE_KEYS = re.compile(
 
 def with_machine_overrides(run: RunFolder, sets: Sequence[str]) -> Recipe:
     """The run's recipe, with changes of keys that describe the machine."""
-    before = trust.load_recipe_of(run)
+    before = as_first_trained(run, trust.load_recipe_of(run))
     if not sets:
         return before
     recipe = parse_recipe(before.model_dump(mode="json", exclude_none=True), sets)
@@ -310,7 +310,8 @@ def build_tasks_and_rewards(
 
 
 def check_new_run(recipe: Recipe) -> None:
-    """Refuses keys that would have no effect in a new run. A run of an earlier release that has them still resumes."""
+    """Refuses keys that would have no effect in a new run. Runs of earlier releases that have them can still be shown, served
+    and evaluated."""
     for stage in recipe.stages:
         check_metric(f"{stage.label}.keep_best", stage.keep_best)
 

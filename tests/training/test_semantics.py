@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from oncurve.errors import RecipeError, RunError
+from oncurve.errors import RecipeError, RewardError, RunError
 from oncurve.operations.replay import replay
 from oncurve.operations.run_model import LoadedModel, evaluate_model, load_run
-from oncurve.recipe.load import load_recipe
+from oncurve.recipe.load import load_recipe, parse_recipe
+from oncurve.recipe.schema.recipe import Recipe
+from oncurve.records import Aspect, Group, Prompt, ScoredCompletion, ScoredGroup
+from oncurve.rewards.mix import RewardMix
+from oncurve.rewards.python_function import FunctionReward
 from oncurve.runs.folder import SEMANTICS, RunFolder
 from oncurve.training.semantics import changes_since
 from oncurve.training.start import begin, fork, resume
 from oncurve.training.trainer import TimeUp
 from oncurve.trust import load_recipe_of
-from tests.training.builders import recipe
+from tests.training.builders import RECIPE, completion, digits, loop_for, recipe
 from tests.training.test_trainer import fingerprint, two_sampling_stages
 
+RESAMPLE = 'grpo.no_signal="resample"'
 CHANGED = {
     "top_k and top_p": (["grpo.sampling.top_k=3", "grpo.sampling.top_p=0.9"], "top_p is taken of what top_k leaves"),
     "int8 moments": (['grpo.optimiser.moments="int8"'], "int8 moments no longer shrink updates"),
@@ -33,11 +41,22 @@ CHANGED = {
     "top_p": (["grpo.sampling.top_p=0.9"], "log-probs of truncated samples are renormalised"),
     "discarded": (['grpo.no_signal="resample"', "grpo.tokens=1000"], "groups that resampling discards count"),
     "bfloat16": (['model.dtype="bfloat16"'], "in 16 bits, frequencies of rotary embeddings stay in float32"),
-    "resample": (['grpo.no_signal="resample"'], "groups without an advantage are resampled"),
+    "resample": (
+        [RESAMPLE, 'rewards.format.type="process"', "rewards.process.style="],
+        "groups without an advantage are resampled",
+    ),
+    "resample, mask_cut": ([RESAMPLE, "grpo.mask_cut=true"], "groups without an advantage are resampled"),
+    "keep_best": (['grpo.keep_best="length_mean"'], "keep_best takes the lowest value"),
+    "keep_best of sft": (['sft.keep_best="grad_norm"'], "keep_best takes the lowest value"),
+    "keep_best, lowest": (['grpo.keep_best="mismatch_max"'], "keep_best takes the lowest value"),
     "fisher_share": (["grpo.optimiser={}", "grpo.type=trpo", "trpo.fisher_share=0.6"], "fisher_share is the share of groups"),
     "budget": (["grpo.optimiser={}", "grpo.type=rejection_sample", "rejection_sample.tokens=9"], "rejection_sample and"),
     "min_new_tokens": (["grpo.sampling.min_new_tokens=2"], "held-out answers end at sampling.stop"),
 }
+
+
+def with_rewards(*rewards: dict[str, Any]) -> Recipe:
+    return parse_recipe({**tomllib.loads(RECIPE), "rewards": rewards}, [RESAMPLE])
 
 
 def made_by_version(run: RunFolder, semantics: int, release: str = "0.1.0") -> RunFolder:
@@ -76,6 +95,13 @@ def test_a_recipe_that_uses_a_changed_setting_is_recognised(case: str) -> None:
 def test_settings_that_mean_the_same_in_every_version() -> None:
     same = ["grpo.sampling.temperature=0.9", "grpo.eval_every=1", "evaluation.max_new_tokens=3"]
     assert changes_since(1, recipe(*same)) == []
+    for metric in ("heldout_accuracy", "reward", "reward/format", "accuracy", "kl", "loss", "cut_share"):
+        assert changes_since(1, recipe(f'grpo.keep_best="{metric}"')) == []
+    function = {"type": "python", "function": "x.py:f"}
+    resampled = ["groups without an advantage are resampled, not those of equal totals"]
+    assert changes_since(1, with_rewards({"type": "math"}, {**function, "weight": 0.0})) == []
+    assert changes_since(1, with_rewards({"type": "math"}, {"type": "format"})) == resampled
+    assert changes_since(1, with_rewards(function)) == resampled
     assert changes_since(1, two_sampling_stages()) == ["a second sampling stage has its own prompts and random numbers"]
 
 
@@ -111,6 +137,40 @@ def test_a_run_with_a_key_that_did_nothing_and_is_refused_now_still_opens(tmp_pa
     with pytest.raises(RecipeError, match="there is no reference"):
         load_recipe(run.recipe)
     assert load_recipe_of(run) == load_recipe_of(resume(run))
+
+
+@pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
+@pytest.mark.parametrize("scale", ["group", "batch", "whiten", "none"])
+def test_of_one_coarse_reward_the_groups_of_equal_totals_are_resampled_as_in_version_1(baseline: str, scale: str) -> None:
+    dice = np.random.default_rng(0)
+    loop = loop_for({"no_signal": "resample", "advantage": {"baseline": baseline, "scale": scale}}, digits)
+
+    def group_of(values: Sequence[float]) -> ScoredGroup:
+        rows = [completion(dice, 3) for _ in values]
+        aspects = [Aspect("a", None, failure="x") if v < 0 else Aspect("a", v, 0.7) for v in values]
+        group = Group(Prompt(id="p", text="1"), np.arange(3), tuple(rows))
+        return ScoredGroup(group, tuple(ScoredCompletion(c, (a,)) for c, a in zip(rows, aspects, strict=True)))
+
+    for size in (2, 4):
+        groups = [group_of((dice.integers(-1, 3, size) / 5).tolist()) for _ in range(60)]
+        assert loop.have_signal(groups) == [len({t for t in g.totals if t is not None}) > 1 for g in groups]
+
+
+def test_rewards_that_fail_do_not_end_a_stage_of_version_1_that_ignored_them(tmp_path: Path) -> None:
+    def broken(completion: str) -> float:
+        raise ValueError("no connection")
+
+    rewards = RewardMix([FunctionReward(broken, "broken")])
+    config = recipe("grpo.optimiser={}", "grpo.type=rejection_sample", "rejection_sample.at_least=0", "sft.save_every=1")
+    with pytest.raises(TimeUp):
+        begin(config, out=tmp_path / "run", rewards=rewards, minutes=1e-9)
+    run = RunFolder(tmp_path / "run")
+    text = run.recipe.read_text()
+    with pytest.raises(RewardError, match=r"rejection_sample.max_failure_share"):
+        resume(run, rewards=rewards)
+    resume(made_by_version(run, 1), rewards=rewards)
+    assert run.state().current_status == "finished"
+    assert run.recipe.read_text() == text
 
 
 def test_a_refused_run_can_still_be_evaluated(tmp_path: Path) -> None:

@@ -27,15 +27,16 @@ HELDOUT = "heldout_accuracy"
 
 def best_step(store: RunReader, stage: str, metric: str | None, steps: Collection[int]) -> int | None:
     """The step among ``steps`` with the best value, the earliest of equals; None if no step has one."""
-    if metric is None or _best_value(metric) is None:
+    if metric is None or best_value(metric) is None:
         return None
     by_step = _values_by_step(store, stage, metric)
-    sign = -1.0 if _best_value(metric) == "lowest" else 1.0
+    sign = -1.0 if best_value(metric) == "lowest" else 1.0
     values = [(sign * by_step[step], -step) for step in steps if step in by_step]
     return -max(values)[1] if values else None
 
 
-def _best_value(metric: str) -> Literal["highest", "lowest"] | None:
+def best_value(metric: str) -> Literal["highest", "lowest"] | None:
+    """Which value of a metric `keep_best` looks for; None if neither is better, and of an unknown metric."""
     if metric == HELDOUT:
         return "highest"
     known = metrics.find(metric)
@@ -51,7 +52,7 @@ def _values_by_step(store: RunReader, stage: str, metric: str) -> dict[int, floa
 
 def check_metric(where: str, metric: str | None) -> None:
     """Refuses a metric that no stage logs, or one of which no value is the best."""
-    if metric is None or _best_value(metric) is not None:
+    if metric is None or best_value(metric) is not None:
         return
     fix = f"use {HELDOUT}, reward, loss, or another of docs/algorithms.md"
     if metrics.find(metric) is not None:
@@ -139,7 +140,7 @@ def _keep_best_of(run: RunFolder) -> dict[str, str]:
     try:
         stages = parse_tables(read_file(run.recipe).decode())["stages"]
         chosen = {str(s.get("name", s["type"])): str(s["keep_best"]) for s in stages if "keep_best" in s}
-        return {stage: metric for stage, metric in chosen.items() if _best_value(metric) is not None}
+        return {stage: metric for stage, metric in chosen.items() if best_value(metric) is not None}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
