@@ -102,7 +102,7 @@ def load_recipe_of(run: RunFolder, sets: Sequence[str] = ()) -> Recipe:
     plugins = [plugin for plugin in _walk(tables, _plugins_in) if plugin.part == "stages"]
     if plugins and not _is_recorded(run, list(_walk(tables))):
         raise _not_trusted(run, plugins)
-    return parse_recipe(drop_unused_keys(tables), sets)
+    return parse_recipe(drop_unused_keys(tables, sets))
 
 
 def run_of_target(target: str, runs_dir: Path) -> RunFolder | None:

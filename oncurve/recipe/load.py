@@ -119,16 +119,18 @@ UNUSED_KEYS: Sequence[tuple[str, str, Callable[[Mapping[str, Any]], bool]]] = (
 """(type of stage, key, when it did nothing): what 0.1.0 accepted, and `oncurve.recipe.validate` refuses now."""
 
 
-def drop_unused_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's recipe without the keys that did nothing when it was trained, and are refused now: runs of 0.1.0 still open."""
-    kept = copy.deepcopy(dict(tables))
-    for stage in _by_label(kept.get("stages")).values():
+def drop_unused_keys(tables: Mapping[str, Any], sets: Sequence[str] = ()) -> dict[str, Any]:
+    """A run's recipe with the ``--set`` changes, without recorded keys that do nothing and are refused now: runs of 0.1.0 still
+    open. A recorded key that the changes put to use is kept, and so is a key that they set."""
+    changed = apply_sets(tables, sets)
+    recorded, stages = (_by_label(of.get("stages")).values() for of in (tables, changed))
+    for before, stage in zip(recorded, stages, strict=False):
         for kind, key, is_unused in UNUSED_KEYS:
-            *section, name = key.split(".")
-            table = _value_at(stage, section)
-            if stage.get("type") == kind and isinstance(table, dict) and is_unused(stage):
-                table.pop(name, None)
-    return kept
+            path = key.split(".")
+            table, is_recorded = _value_at(stage, path[:-1]), _value_at(stage, path) == _value_at(before, path)
+            if stage.get("type") == kind and isinstance(table, dict) and is_unused(stage) and is_recorded:
+                table.pop(path[-1], None)
+    return changed
 
 
 def _depth_error(where: str) -> RecipeError:

@@ -222,7 +222,7 @@ def _fork(
     trust.check(parent)
     before = trust.load_recipe_of(parent)
     check_semantics(parent, before)
-    recipe = with_machine_defaults(parse_recipe(before.model_dump(mode="json", exclude_none=True), sets))
+    recipe = with_machine_defaults(trust.load_recipe_of(parent, sets))
     check_world_size(recipe, world)
     check_destination(runs_dir, out)
     checkpoint = _find_checkpoint(parent, recipe, stage, step)

@@ -217,3 +217,9 @@ def test_a_runs_keys_that_did_nothing_are_dropped_and_those_that_act_stay() -> N
         3,
     ]
     assert drop_unused_keys({"stages": 3}) == {"stages": 3}
+    used = drop_unused_keys(tables, ["a.loss=simpo", "c.critic.trunk=shared", "d.kl.beta=0.05", "a.name=e"])["stages"]
+    assert used[0] == {"type": "dpo", "name": "e", "margin": 0.2, "loss": "simpo"}, "what a change puts to use is kept"
+    assert used[2]["critic"] == {"loss_weight": 0.1, "trunk": "shared"}
+    assert used[3]["kl"] == {"beta": 0.05, "on_cpu": True}
+    assert "margin" not in drop_unused_keys(tables, ["b.loss=dpo"])["stages"][1]
+    assert drop_unused_keys(tables, ["a.margin=0.5"])["stages"][0]["margin"] == 0.5, "and refused, as in a new recipe"

@@ -16,6 +16,7 @@ from oncurve.operations.replay import replay
 from oncurve.operations.run_model import LoadedModel, evaluate_model, load_run
 from oncurve.recipe.load import load_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.schema.stages import Grpo
 from oncurve.records import Aspect, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
@@ -137,6 +138,11 @@ def test_a_run_with_a_key_that_did_nothing_and_is_refused_now_still_opens(tmp_pa
     with pytest.raises(RecipeError, match="there is no reference"):
         load_recipe(run.recipe)
     assert load_recipe_of(run) == load_recipe_of(resume(run))
+    stage = load_recipe_of(fork(run, 1, ["grpo.kl.beta=0.05"], stage="sft", out=tmp_path / "fork")).stages[1]
+    assert isinstance(stage, Grpo)
+    assert stage.kl.estimator == "k1", "a fork that puts the key to use has the recorded value"
+    with pytest.raises(RecipeError, match="there is no reference"):
+        fork(run, 1, ["grpo.kl.estimator=k2"], stage="sft", out=tmp_path / "none")
 
 
 @pytest.mark.parametrize("baseline", ["mean", "leave_one_out", "none"])
