@@ -30,15 +30,17 @@ def check_world_size(recipe: Recipe, world: World) -> None:
     """Raises an OncurveError if the ranks that were started are not those of the recipe, or can't run it. The learners of a Ray
     cluster, which have other processes beside them, are not checked here."""
     check_scale(recipe)
-    for key in ("samplers", "reward_workers"):
-        if count := getattr(recipe.scale, key):
-            without = [f"--set scale.{k}=0" for k in (key, "max_staleness") if k == key or recipe.scale.max_staleness]
-            raise RecipeError(
-                f"scale.{key}",
-                count,
-                because="these processes run on a Ray cluster, and no cluster was named",
-                fix=f"add --ray auto to oncurve train, or train without them: {' '.join(without)}",
-            )
+    keys = [key for key in ("samplers", "reward_workers", "max_staleness") if getattr(recipe.scale, key)]
+    if keys:
+        # A resumed run keeps its staleness (`MACHINE_KEYS`).
+        who = "a new run or a fork" if recipe.scale.max_staleness else "any run"
+        without = " ".join(f"--set scale.{key}=0" for key in keys)
+        raise RecipeError(
+            "scale",
+            ", ".join(f"{key} = {getattr(recipe.scale, key)}" for key in keys),
+            because="samplers and reward workers are processes of a Ray cluster, and no cluster was named",
+            fix=f"add --ray auto to oncurve train, with or without --resume; {who} can also do without: {without}",
+        )
     if recipe.scale.ranks != world.size:
         ranks = recipe.scale.ranks
         raise ScaleError(

@@ -1,13 +1,16 @@
 """What is refused before a model is loaded or a folder is made."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from oncurve.errors import OncurveError, RecipeError, RewardError
-from oncurve.recipe.load import parse_recipe
-from oncurve.training.start import begin, build_tasks_and_rewards
+from oncurve.recipe.load import dump_recipe, parse_recipe
+from oncurve.runs.folder import RunFolder
+from oncurve.training.start import begin, build_tasks_and_rewards, fork, resume
+from oncurve.training.trainer import TimeUp
 from tests.faults.cases import GRPO, recipe
 
 ROWS = [{"question": f"{n}+1=", "label": str(n + 1), "level": n % 2} for n in range(10)]
@@ -58,15 +61,37 @@ def test_the_prompt_s_own_column_is_there(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(
-    ("scale", "fix"),
+    ("scale", "who", "sets"),
     [
-        ({"samplers": 2}, "--set scale.samplers=0"),
-        ({"reward_workers": 1}, "--set scale.reward_workers=0"),
-        ({"samplers": 1, "max_staleness": 2}, "--set scale.samplers=0 --set scale.max_staleness=0"),
+        ({"samplers": 2}, "any run", ["scale.samplers=0"]),
+        ({"samplers": 2, "reward_workers": 1}, "any run", ["scale.samplers=0", "scale.reward_workers=0"]),
+        ({"samplers": 1, "max_staleness": 2}, "a new run or a fork", ["scale.samplers=0", "scale.max_staleness=0"]),
     ],
 )
-def test_processes_of_a_cluster_are_refused_without_one(tmp_path: Path, scale: dict[str, int], fix: str) -> None:
-    with pytest.raises(RecipeError, match="no cluster was named") as caught:
-        begin(recipe({**GRPO, "steps": 1}, scale=scale), out=tmp_path / "run")
-    assert caught.value.fix == f"add --ray auto to oncurve train, or train without them: {fix}"
+def test_processes_of_a_cluster_are_refused_without_one(
+    tmp_path: Path, scale: dict[str, int], who: str, sets: list[str]
+) -> None:
+    """One message for a new run, a resumed one and a fork. Its fix works: asynchronous runs resume on a cluster only."""
+    stage = {**GRPO, "steps": 2, "save_every": 1}
+    on_ray, message = recipe(stage, scale=scale), ", ".join(f"{key} = {n}" for key, n in scale.items())
+    with pytest.raises(RecipeError, match=f"scale: {message}\n") as refused:
+        begin(on_ray, out=tmp_path / "new")
     assert list(tmp_path.iterdir()) == []
+    without = " ".join(f"--set {change}" for change in sets)
+    assert (
+        refused.value.fix == f"add --ray auto to oncurve train, with or without --resume; {who} can also do without: {without}"
+    )
+    with pytest.raises(TimeUp):
+        begin(recipe(stage), out=tmp_path / "run", minutes=1e-9)
+    run = RunFolder(tmp_path / "run")
+    run.write_recipe(dump_recipe(on_ray))
+    with pytest.raises(RecipeError, match=re.escape(str(refused.value))):
+        resume(run)
+    with pytest.raises(RecipeError, match=re.escape(str(refused.value))):
+        fork(run, 1, [], out=tmp_path / "fork")
+    assert fork(run, 1, sets, out=tmp_path / "fork").state().current_status == "finished"
+    if who == "any run":
+        assert resume(run, sets=sets).state().current_status == "finished"
+    else:
+        with pytest.raises(RecipeError, match="only keys that describe the machine"):
+            resume(run, sets=sets)
