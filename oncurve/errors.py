@@ -3,6 +3,7 @@
 OncurveError
 ├── RecipeError       a recipe that can't be run as written
 ├── DataError         a data file or task with nothing usable in it
+│   └── ChangedTextError  an environment that begins otherwise than for the first completions of a group
 ├── ModelError        a model that can't be loaded, or that the engine can't run faithfully
 ├── RewardError       rewards that can't be built, or that fail too often
 ├── RunError          a run folder: missing, not a run, interrupted, already there, written by a newer version
@@ -56,6 +57,11 @@ class RecipeError(OncurveError):
 
 class DataError(OncurveError):
     """A data file or task with nothing usable in it; ``where`` is the file and line."""
+
+
+class ChangedTextError(DataError):
+    """An environment that begins with another text than it did for the first completions of a group, which a step extends;
+    ``where`` is the prompt's id. The step can start again without its recorded episodes."""
 
 
 class ModelError(OncurveError):

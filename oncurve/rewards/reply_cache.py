@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from oncurve.agents.episode_record import END, PREFIX, UNFINISHED
 from oncurve.records import Aspect, Group
 from oncurve.rewards.base import Reward
 
@@ -59,6 +60,18 @@ class ReplyCache:
                 self._new[key] = reply
         if self._write is not None:
             self._write({key: reply})
+
+    def drop_episodes(self) -> int:
+        """Forgets all episodes, which then start again. Returns how many had finished. Call it like `add`."""
+        with self._lock:
+            keys = [key for key in self._known if key.startswith(PREFIX)]
+            finished = [key for key in keys if key.endswith(f"/{END}") and self._known[key] != UNFINISHED]
+            for key in keys:
+                del self._known[key]
+                self._new.pop(key, None)
+        if self._write is not None:
+            self._write(dict.fromkeys(finished, UNFINISHED))
+        return len(finished)
 
     def get_or_ask(self, reward: Reward, group: Group, ask: AskReward) -> list[Aspect]:
         """The stored result for a group, else that of ``ask``. If two threads ask for the same, the first result counts."""

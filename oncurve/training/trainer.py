@@ -22,7 +22,7 @@ from oncurve.agents.episode_record import PREFIX as EPISODE_PREFIX
 from oncurve.distributed.signals import STOPPING, graceful_shutdown
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import MAX_EARLIER, MAX_REMEMBERED, Engine, build_engine
-from oncurve.errors import OncurveError, RecipeError, RunError, troubleshooting
+from oncurve.errors import ChangedTextError, OncurveError, RecipeError, RunError, troubleshooting
 from oncurve.models import lora
 from oncurve.models.loading.load import ModelSummary, choose_device, load_policy, loading_message
 from oncurve.models.parallel.dtensor import copy_from_full, is_dtensor
@@ -43,7 +43,7 @@ from oncurve.runs.checkpoints.listing import best_step, list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder, Status
-from oncurve.runs.step_notes import Note, collect_notes, watch_progress
+from oncurve.runs.step_notes import Note, collect_notes, note, watch_progress
 from oncurve.tasks.base import Task
 from oncurve.training.checkpoint_writer import (
     SHARD_FOLDER,
@@ -171,8 +171,8 @@ class Trainer:
                 self.notify.on_run_end(status)
 
     def load_answers(self, store: RunReader, start: Checkpoint | None) -> None:
-        """Replaces the engine's answers by those that were recorded up to a checkpoint: drafts are looked for in them, and which
-        group is complete first may depend on the drafts that are accepted (``carry_over``)."""
+        """Replaces the engine's answers by those that were recorded up to a checkpoint: drafts are looked for in them, and
+        which group is complete first may depend on the drafts that are accepted (``carry_over``)."""
         if self.engine is not None and start is not None and self.recipe.engine.draft != "off":
             self.engine.answers.clear()
             self.engine.answers.update(store.last_answers(MAX_EARLIER, MAX_REMEMBERED, start.stage, start.step))
@@ -298,11 +298,19 @@ class Trainer:
         self, stage: Stage, loop: StageLoop, n: int, replies: Mapping[str, str], write: Write | None = None
     ) -> tuple[StepReport, dict[str, str]]:
         """Collective: (the step's report, the replies from outside that are new). ``replies`` were stored by an earlier try;
-        ``write`` stores some of the new ones at once."""
+        ``write`` stores some of the new ones at once.
+
+        If environments begin with another text when the step extends its groups, the record of its episodes is of other
+        prompts: it is dropped, and the step starts again, once."""
         self._load_replies(stage, replies, write)
         self.world_of(stage).set_step(stage.label, n)
         with _restored_directory():
-            report = loop.step(n)
+            try:
+                report = loop.step(n)
+            except ChangedTextError:
+                dropped = self.reply_cache.drop_episodes()
+                note("episodes", f"{dropped} finished episodes start again: their environment now begins with another text")
+                report = loop.step(n)
         return report, self.world_of(stage).all_gather_dict(self.reply_cache.new_replies)
 
     def _load_replies(self, stage: Stage, replies: Mapping[str, str], write: Write | None) -> None:

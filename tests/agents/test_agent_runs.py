@@ -15,8 +15,9 @@ import pytest
 
 from oncurve.agents.episode_record import END, UNFINISHED
 from oncurve.engines.base import SampleKey
-from oncurve.errors import DataError
+from oncurve.errors import ChangedTextError, DataError
 from oncurve.recipe.schema.sections import Sampling
+from oncurve.recipe.schema.stages import Curriculum
 from oncurve.records import Outcome, Prompt, Rollout
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
@@ -233,6 +234,66 @@ def test_a_run_whose_environment_begins_with_another_text_each_time_resumes_afte
     resume(run, task=task(replayed), rewards=rewards)
     assert fingerprint(run) == expected
     assert replayed.opened == 0
+
+
+@pytest.mark.parametrize("ended", [4, 5, 7])
+def test_a_step_whose_groups_are_extended_on_another_day_starts_again(
+    ended: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the first two samples of both groups, and after some of the others. It equals a replay of its record, and a
+    run that began on that day."""
+    stage = config().stages[0].model_copy(update={"curriculum": Curriculum(first_samples=2)})
+    extended = config().model_copy(update={"stages": (stage,)})
+    rewards = RewardMix([FunctionReward(letters, "f")])
+    today = begin(extended, out=tmp_path / "today", task=task(Dated("bb")), rewards=rewards)
+    record, left = RunWriter.record_replies, ended
+
+    def killed(self: RunWriter, stage: str, step: int, kind: str, replies: Mapping[str, str]) -> None:
+        nonlocal left
+        record(self, stage, step, kind, replies)  # type: ignore[arg-type]
+        left -= sum(key.endswith(END) and reply != UNFINISHED for key, reply in replies.items())
+        if left == 0:
+            raise KilledError
+
+    monkeypatch.setattr(RunWriter, "record_replies", killed)
+    run = RunFolder(tmp_path / "killed")
+    with pytest.raises(KilledError):
+        begin(extended, out=run.path, task=task(Dated("a")), rewards=rewards)
+    monkeypatch.setattr(RunWriter, "record_replies", record)
+    resume(run, task=task(Dated("bb")), rewards=rewards)
+    assert fingerprint(run) == fingerprint(today)
+    with RunReader.open(run.path) as store:
+        found = [event.message for event in store.events("episodes") if " finished episodes start again" in event.message]
+        shown = [graded.group.prompt.shown for graded in store.step("grpo", 1).groups]
+    assert found == [f"grpo 1: {ended} finished episodes start again: their environment now begins with another text"]
+    assert all(text.endswith("bb") for text in shown)
+    for checkpoint in run.checkpoints.iterdir():
+        shutil.rmtree(checkpoint)
+    run.set_status("interrupted")
+    replayed = Dated("ba")
+    resume(run, task=task(replayed), rewards=rewards)
+    assert fingerprint(run) == fingerprint(today)
+    assert replayed.opened == 0
+
+
+def test_an_environment_that_begins_with_another_text_each_time_ends_the_step(tmp_path: Path) -> None:
+    """It starts again once."""
+
+    class Counting(Dated):
+        def begin(self, rollout: Rollout) -> SlowEpisode:
+            self.text = "ab" * self.opened
+            return super().begin(rollout)
+
+    stage = config().stages[0].model_copy(update={"curriculum": Curriculum(first_samples=1)})
+    environment = Counting("")
+    with pytest.raises(ChangedTextError, match="different texts"):
+        begin(
+            config().model_copy(update={"stages": (stage,)}),
+            out=tmp_path / "run",
+            task=task(environment),
+            rewards=RewardMix([FunctionReward(letters, "f")]),
+        )
+    assert environment.opened == 2 * (2 + 6)
 
 
 def test_a_hung_or_failed_episode_is_left_out_of_its_group(tmp_path: Path) -> None:

@@ -143,3 +143,50 @@ def test_two_ranks_with_an_environment_that_a_function_of_a_script_defines(tmp_p
         done = subprocess.run([sys.executable, *command], cwd=tmp_path, env=environ, capture_output=True, timeout=600)
         assert done.returncode == 0, done.stderr.decode()
     assert texts(tmp_path / "run-2") == texts(tmp_path / "run-1")
+
+
+DATED = """
+import os
+import time
+from contextlib import suppress
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+class Dated:
+    def reset(self, **columns):
+        text = (HERE / "today").read_text()
+        with (HERE / "begun").open("a") as begun:
+            begun.write("x")
+        return text
+
+    def look(self) -> str:
+        "Looks."
+        return ""
+
+
+def letters(completion: str) -> float:
+    while len((HERE / "begun").read_text()) < 8:  # the first two completions of four groups, on all ranks
+        time.sleep(0.01)
+    with suppress(FileNotFoundError):  # it has happened
+        os.replace(HERE / "tomorrow", HERE / "today")
+    return completion.count("a")
+"""
+
+
+def test_groups_that_are_extended_on_another_day_start_again_on_all_ranks(tmp_path: Path) -> None:
+    """The day changes when the first completions are scored, so no rank can know it before it extends a group."""
+    recipes = {ranks: recipe_of(tmp_path, {"environment": "own.py:Dated"}, ranks=ranks) for ranks in (1, 2)}
+    (tmp_path / "own.py").write_text(DATED)
+    for ranks, recipe in recipes.items():
+        (tmp_path / "begun").unlink(missing_ok=True)
+        (tmp_path / "today").write_text(" on Monday")
+        (tmp_path / "tomorrow").write_text(" on Tuesday")
+        run = Started(recipe, tmp_path / str(ranks))
+        assert run.wait() == [0] * ranks, run.log_text
+        with RunReader.open(tmp_path / str(ranks)) as store:
+            (event,) = store.events("episodes")
+        assert "finished episodes start again" in event.message
+    assert texts(tmp_path / "2") == texts(tmp_path / "1")
+    assert all(prompt.endswith("on Tuesday") for groups in texts(tmp_path / "1") for prompt, _ in groups)

@@ -33,7 +33,7 @@ from oncurve.agents.episode_record import (
 )
 from oncurve.engines.base import ReplyStore, SampleKey, SampleRequest, encode_prompts
 from oncurve.engines.native.sequence import Sequence
-from oncurve.errors import DataError, ModelError
+from oncurve.errors import ChangedTextError, DataError, ModelError
 from oncurve.models.chat_template import encode_reply, find_rewriting
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Sampling
@@ -54,6 +54,9 @@ from oncurve.rng import philox_generator
 from oncurve.runs.step_notes import note
 
 T = TypeVar("T")
+DIFFERENT = "its environment began with different texts"
+SAME_PROMPT = "a group compares completions of the same prompt"
+SAME_TEXT = "let `reset` return a text that depends on the row alone, such as on its `seed`; give each problem its own row"
 
 
 class PureEpisode:
@@ -161,7 +164,8 @@ def build_requests(
 
     All episodes start at the same time, and this waits for the slowest. Episodes that finished in an earlier attempt at this
     step are replayed; unfinished ones start again. If a group's environment now begins with another text, the record is of
-    another prompt: it is dropped, and all episodes of the group start again.
+    another prompt: it is dropped, and all episodes of the group start again. If the group has earlier samples, which this call
+    extends, that is a ChangedTextError.
     """
     episodes: list[list[Episode]] = [[] for _ in prompts]
     given, prompts = prompts, [without_observation(prompt) for prompt in prompts]
@@ -179,7 +183,9 @@ def build_requests(
         started = [[episode.start() for episode in group] for group in episodes]
         texts = [_texts(group) for group in started]
         for index, prompt in enumerate(prompts):
-            if replies is None or not _has_other_record(episodes[index], texts[index], given[index].added):
+            if key.first:
+                _check_text(prompt, given[index].added, texts[index])
+            if replies is None or not _has_other_record(episodes[index], texts[index]):
                 continue
             dropped += sum(isinstance(episode, RecordedEpisode) for episode in episodes[index])
             for sample, episode in enumerate(episodes[index], start=key.first):
@@ -215,11 +221,18 @@ def _texts(started: abc.Sequence[Future[str | None] | None]) -> list[str | None]
     return [None if start is None else start.result() for start in started]
 
 
-def _has_other_record(group: abc.Sequence[Episode], texts: abc.Sequence[str | None], added: str | None) -> bool:
-    """Whether finished episodes of a group began with another text than those that begin now, or than its earlier samples."""
+def _has_other_record(group: abc.Sequence[Episode], texts: abc.Sequence[str | None]) -> bool:
+    """Whether finished episodes of a group began with another text than those that begin now."""
     recorded = {text for episode, text in zip(group, texts, strict=True) if isinstance(episode, RecordedEpisode)} - {None}
-    now = {text for episode, text in zip(group, texts, strict=True) if not isinstance(episode, RecordedEpisode)} | {added}
-    return bool(recorded) and not now - {None} <= recorded
+    now = {text for episode, text in zip(group, texts, strict=True) if not isinstance(episode, RecordedEpisode)} - {None}
+    return bool(recorded) and not now <= recorded
+
+
+def _check_text(prompt: Prompt, added: str | None, texts: abc.Sequence[str | None]) -> None:
+    """Raises ChangedTextError if a group's earlier samples follow another text than ``texts``."""
+    other = next((text for text in texts if text is not None and text != added), None)
+    if other is not None:
+        raise ChangedTextError(prompt.id, f"{DIFFERENT}: {added!r:.60} and {other!r:.60}", because=SAME_PROMPT, fix=SAME_TEXT)
 
 
 def drop_record(replies: ReplyStore, prompt: Prompt, sample: int) -> None:
@@ -252,9 +265,9 @@ def with_observation(prompt: Prompt, texts: abc.Sequence[str | None]) -> Prompt:
     if len(different) > 1:
         raise DataError(
             prompt.id,
-            f"its environment began with different texts: {different[0]!r:.60} and {different[1]!r:.60}",
-            because="a group compares completions of the same prompt",
-            fix="let `reset` return a text that depends on the row alone, such as on its `seed`; give each problem its own row",
+            f"{DIFFERENT}: {different[0]!r:.60} and {different[1]!r:.60}",
+            because=SAME_PROMPT,
+            fix=SAME_TEXT,
         )
     added = different[0]
     if prompt.messages is None:

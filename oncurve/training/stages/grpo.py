@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -20,7 +21,7 @@ from oncurve.algos.objectives import build_objective, with_clip
 from oncurve.algos.surrogates import Dro
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.engines.base import Engine, PassCounts, SampleKey
-from oncurve.errors import ModelError, RecipeError, RewardError, troubleshooting
+from oncurve.errors import ChangedTextError, ModelError, RecipeError, RewardError, troubleshooting
 from oncurve.models.device_memory import peak_memory_mib
 from oncurve.objective_specs import ObjectiveSpec
 from oncurve.recipe.defaults import advantage_settings, kl_settings
@@ -64,6 +65,7 @@ class RolloutLoop(ABC):
     def step(self, n: int) -> StepReport:
         """Step number n, from 1: a pure function of the weights, the seed and n."""
         clock = PhaseClock(self.world.set_phase)
+        self._passes, self._discarded = PassCounts(), []
         with clock("sample"):
             groups = self.sample(n)  # prompts -> completions and their log-probs; asynchronous rewards start meanwhile
         with clock("score"):
@@ -167,10 +169,8 @@ class RolloutLoop(ABC):
 
     def _report(self, n: int, graded: list[GradedGroup], update: UpdateResult, replaced: int, clock: PhaseClock) -> StepReport:
         metrics = rollout_metrics(graded, self.rewards) | update.metrics | self._passes.metrics()
-        self._passes = PassCounts()
         metrics["groups_resampled"] = float(replaced)
         metrics["tokens"] += sum(c.length for scored in self._discarded for c in scored.group.completions)
-        self._discarded = []
         seconds = sum(clock.seconds.values())
         self.budget.spend(metrics["tokens"], seconds)
         metrics["tokens_per_s"] = metrics["tokens"] / seconds
@@ -275,15 +275,25 @@ class GrpoLoop(RolloutLoop):
         extended = list(scored)
         for count in sorted({count for count in extra if count}):
             indices = [g for g, more in enumerate(extra) if more == count]
-            with clock("sample"):
-                prompts = [scored[g].group.prompt for g in indices]
-                new = self.sample_prompts(prompts, count, SampleKey(self.seed, n, first))
-                old = [scored[g].group for g in self.world.local_prompts(indices)]
+            prompts = [scored[g].group.prompt for g in indices]
+            old = [scored[g].group for g in self.world.local_prompts(indices)]
+            groups: list[Group] | ChangedTextError
+            try:
+                with clock("sample"):
+                    new = self.sample_prompts(prompts, count, SampleKey(self.seed, n, first))
                 groups = [replace(a, completions=a.completions + b.completions) for a, b in zip(old, new, strict=True)]
+            except ChangedTextError as error:
+                groups = error
             with clock("score"):
-                for g, group in zip(indices, self.score(groups), strict=True):
+                for g, group in zip(indices, self.world.all_gather_results(partial(self._score_extended, groups)), strict=True):
                     extended[g] = group
         return extended
+
+    def _score_extended(self, groups: list[Group] | ChangedTextError) -> list[ScoredGroup]:
+        """Raises the error that sampling raised. All ranks then get it, and the step starts again on all of them."""
+        if isinstance(groups, ChangedTextError):
+            raise groups
+        return self.rewards.score(groups)
 
     def _report(self, n: int, graded: list[GradedGroup], update: UpdateResult, replaced: int, clock: PhaseClock) -> StepReport:
         if self.selector is not None:
