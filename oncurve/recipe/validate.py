@@ -147,25 +147,17 @@ def _check_history(recipe: Recipe) -> Problems:
 
 
 def _check_drafts(recipe: Recipe) -> Problems:
-    """Drafts that the recipe asks for must be possible in one of its stages at least."""
+    """Drafts that the recipe asks for must be possible in the samples or the held-out answers of one of its stages at least."""
     if recipe.engine.draft in ("auto", "off"):
         return
     fix = 'use "auto" or "off"'
     if recipe.scale.engine != "native":
         because = 'vLLM samples (scale.engine = "vllm"), and only the native engine makes these drafts'
         yield RecipeError("engine.draft", recipe.engine.draft, because=because, fix=fix)
-    stages = [stage for stage in recipe.rollout_stages if stage.uses_policy]
-    reasons = [_reason_for_no_drafts(recipe, stage) for stage in stages]
-    if stages and all(reasons):
-        because = f"no stage could use drafts: with {' and '.join(dict.fromkeys(map(str, reasons)))} there are none"
+    tasks = [task_for_stage(recipe, stage) for stage in recipe.stages if stage.uses_policy]
+    if tasks and all(task.options.get("history") == "template" for task in tasks):
+        because = 'no stage could use drafts: with task.history = "template" there are none'
         yield RecipeError("engine.draft", recipe.engine.draft, because=because, fix=fix)
-
-
-def _reason_for_no_drafts(recipe: Recipe, stage: RolloutStage) -> str | None:
-    if stage.records_routing:
-        return f"{stage.label}.{'routing_replay' if getattr(stage, 'routing_replay', False) else 'balance_loss'}"
-    by_template = task_for_stage(recipe, stage).options.get("history") == "template"
-    return 'task.history = "template"' if by_template else None
 
 
 def _check_warmup(recipe: Recipe, stage: Stage) -> Problems:

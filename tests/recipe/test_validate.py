@@ -69,7 +69,6 @@ IMPOSSIBLE = [
     (["sft.data=stage:kept"], "sft.data", "rejection_sample before 'sft' are: none"),
     (["rewards=[{type='model', model='stage:sft'}]"], "rewards.model.model", "reward_model before 'grpo' are: none"),
     (["engine.draft=group", "scale.engine=vllm"], "engine.draft", "vLLM samples"),
-    (["engine.draft=own", "grpo.balance_loss=0.1"], "engine.draft", "with grpo.balance_loss there are none"),
     ([f"{FREE}, sampling={{top_k=4}}}}]"], "training_free.sampling.top_k", "no such option"),
     ([f"{FREE}, sampling={{min_p=0.1}}}}]"], "training_free.sampling.min_p", "no such option"),
     ([f"{FREE}, sampling={{min_new_tokens=4}}}}]"], "training_free.sampling.min_new_tokens", "no such option"),
@@ -111,6 +110,8 @@ def test_an_impossible_combination(changes: list[str], where: str, words: str) -
         [f"{FREE}, sampling={{top_p=0.9, stop=['x']}}, tokens=9}}]"],
         ["grpo.entropy={top_share=0.2, clip_cov=0.01, kl_cov=0.01, target=0.2}", "grpo.minibatches=2"],
         ["grpo.kl={beta=1, refresh_every=1, refresh_mix=0.1}", "model.lora.rank=2"],
+        ["engine.draft=own", "grpo.balance_loss=0.1"],
+        ["engine.draft=group", "grpo.routing_replay=true"],
     ],
     ids="+".join,
 )

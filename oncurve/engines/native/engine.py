@@ -83,8 +83,10 @@ class NativeEngine:
         if self.policy.uses_c:
             other = f"in torch (agents, environments, truncated sampling) at least {self._draft_width(slots)} rows per slot"
             return f"drafts: C verifies them in rows that a pass has to spare; {other}"
-        reason = self._reason_for_no_drafts(slots)
-        return f"no drafts, because {reason}" if reason else f"drafts: {self._draft_width(slots)} rows per slot"
+        if reason := self._reason_for_no_drafts(slots):
+            return f"no drafts, because {reason}"
+        none = ", but none while routing_replay or balance_loss record experts" if self.policy.routed_layers else ""
+        return f"drafts: {self._draft_width(slots)} rows per slot{none}"
 
     def _reason_for_no_drafts(self, slots: int) -> str | None:
         """Why CUDA graphs or torch compute a single row of each slot; None if they compute more."""

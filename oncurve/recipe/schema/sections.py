@@ -110,9 +110,9 @@ class Engine(Section):
     drafts the tokens that followed it, and verifies them in the same pass. A drafted token is accepted only if it is the token
     that is sampled anyway. `own` searches the prompt and the completion; `group` also searches the other completions of the
     group and the prompt's last answers. `auto` is `group` for models that C decodes, where drafts use rows that are computed in
-    any case, and `off` on a GPU and in torch. There are no drafts with recurrent layers, `task.history = "template"`,
-    `routing_replay` or `balance_loss`, nor with more than 16 slots in torch on a CPU or 256 on a GPU. If you ask for drafts,
-    the run's log says how many rows each slot has, or why there are none."""
+    any case, and `off` on a GPU and in torch. There are no drafts with recurrent layers or `task.history = "template"`,
+    while `routing_replay` or `balance_loss` record the experts of training samples, nor with more than 16 slots in torch on a
+    CPU or 256 on a GPU. If you ask for drafts, the run's log says how many rows each slot has, or why there are none."""
 
 
 class Guard(Section):

@@ -22,6 +22,7 @@ from tests.engines.native.test_c_decoder import make_model as repetitive_model
 from tests.engines.native.test_turns import Echo, LongEcho, prompt_with
 from tests.engines.native.test_turns import policy as talking_policy
 from tests.models.architectures import adapted, make_model, tokenizer
+from tests.models.test_experts import mixture
 from tests.models.tiny_families import tiny_model
 
 PROMPTS = [prompt_of(n, name) for name, n in zip("ab", (9, 66), strict=True)]
@@ -306,6 +307,19 @@ def test_the_log_says_how_many_rows_drafts_have_or_why_there_are_none(name: str,
         runner = engine.build_runner([SampleRequest(PROMPTS[0], prompt_ids(model), slots, Sampling(), SampleKey(0, 1))])
         assert getattr(runner, "width", 1) == (int(line.split()[1]) if line.startswith("drafts") else 1)
     assert not any("drafts" in text for text in NativeEngine(model, Engine(slots=slots)).log_lines)
+
+
+def test_the_log_says_that_there_are_no_drafts_while_experts_are_recorded() -> None:
+    """Held-out answers, whose experts are not recorded, have drafts."""
+    model = Policy(mixture("qwen3_moe"), tokenizer())
+    engine = NativeEngine(model, Engine(slots=4, draft="group"))
+    assert engine.log_lines[0] == "drafts: 8 rows per slot, but none while routing_replay or balance_loss record experts"
+    request = SampleRequest(PROMPTS[0], prompt_ids(model), 4, Sampling(), SampleKey(0, 1))
+    for records, width in ((False, 8), (True, 1)):
+        engine.records_routing = records
+        runner = engine.build_runner([request])
+        assert isinstance(runner, TorchRunner)
+        assert runner.width == width
 
 
 def prompt_ids(policy: Policy) -> Ints:
