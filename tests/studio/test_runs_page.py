@@ -272,6 +272,22 @@ def test_a_live_run_s_progress_is_in_the_title_and_its_end_is_told(tmp_path: Pat
         assert page.evaluate("window.told") == ["live: new best held-out 75.0 % at grpo 2", "live is finished"]
 
 
+def test_what_the_list_of_runs_shows_first_is_told_too(tmp_path: Path, browser: Browser) -> None:
+    """The list is requested every few seconds, and can be faster than the event stream. Here there is no stream."""
+    run = live_run(tmp_path)
+    with served(tmp_path) as studio, a_page(browser, f"{studio.address}/#/plan") as watched:
+        page = watched.page
+        page.route("**/api/live?*", lambda route: route.fulfill(status=204))
+        page.goto(f"{studio.address}/#/runs")
+        expect(page).to_have_title(re.compile("^13 % live"))
+        with RunWriter.open(run.path) as store:
+            store.record_step(step_report(2))
+            store.record_eval(eval_report(2, 0.75))
+        expect(page.get_by_text("live: new best held-out 75.0 % at grpo 2")).to_be_visible(timeout=30_000)
+        run.set_status("finished")
+        expect(page.get_by_text("live is finished")).to_be_visible(timeout=30_000)
+
+
 def test_the_newest_step_is_followed(tmp_path: Path, browser: Browser) -> None:
     run = live_run(tmp_path)
     with served(tmp_path) as studio, a_page(browser, f"{studio.address}/#/groups/live/at/grpo/1/0") as watched:
