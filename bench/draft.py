@@ -5,6 +5,11 @@ Acceptance is given apart for completions that ended by themselves and for trunc
 
     python bench/draft.py runs/arithmetic/model --run runs/arithmetic --step 400 --group 8 --new 40     on a CPU: `make train`
     python bench/draft.py models/SmolLM2-135M-Instruct --questions data/gsm8k/test.jsonl --prompts 8 --group 16 --new 1024
+    python bench/draft.py models/Qwen2.5-Coder-0.5B-Instruct --questions data/gsm8k/test.jsonl --group 16 --new 1024 \
+        --dtype bfloat16 --modes off,group --against vllm,vllm-ngram,vllm-suffix
+
+`--against` samples the same prompts with vLLM afterwards, in a process for each peer: without speculation, with its n-gram
+drafts, and with its suffix decoding (which needs the package arctic-inference). Their settings are in `SPECULATION`.
 
 The mode `rows` computes a row for each completion, as if the texts of a group had nothing in common (on a CPU only); `off` has
 no drafts. All modes of one shape must give the same bits, which is checked: on a CPU all of them, on a GPU those with drafts.
@@ -13,8 +18,13 @@ no drafts. All modes of one shape must give the same bits, which is checked: on 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +42,12 @@ from oncurve.recipe.schema.sections import Engine, Sampling
 from oncurve.records import Completion, Prompt
 from oncurve.runs.database.reader import RunReader
 
+SPECULATION: dict[str, dict[str, Any] | None] = {
+    "vllm": None,
+    "vllm-ngram": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 2, "prompt_lookup_max": 8},
+    "vllm-suffix": {"method": "suffix", "num_speculative_tokens": 8},
+}
+"""The `speculative_config` of each peer."""
 START = SlotTexts.start
 ASK = "Think step by step and write the final answer in \\boxed{}."
 
@@ -97,9 +113,55 @@ def by_end(result: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def sample_with_vllm(work: dict[str, Any], peer: str) -> dict[str, Any]:
+    """In vLLM's own process: the rate of each repetition after a warm-up, with log-probs, without detokenising."""
+    os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", HF_HUB_OFFLINE="1", VLLM_USE_FLASHINFER_SAMPLER="0")
+    import vllm
+
+    slots = work["slots"]
+    engine = vllm.LLM(
+        model=work["model"], skip_tokenizer_init=True, dtype=work["dtype"], gpu_memory_utilization=0.6, max_num_seqs=slots,
+        max_model_len=max(map(len, work["prompts"])) + work["new"] + 16, seed=0, speculative_config=SPECULATION[peer],
+    )  # fmt: skip
+    seconds, tokens, truncated = [], [], 0
+    for repeat in range(work["repeats"] + 1):
+        how = vllm.SamplingParams(
+            n=work["group"], temperature=work["temperature"], max_tokens=work["new"], stop_token_ids=work["ends"], seed=repeat,
+            detokenize=False, logprobs=0,
+        )  # fmt: skip
+        began = time.perf_counter()
+        found = engine.generate([{"prompt_token_ids": ids} for ids in work["prompts"]], how, use_tqdm=False)
+        if repeat:
+            seconds.append(round(time.perf_counter() - began, 4))
+            texts = [output for request in found for output in request.outputs]
+            tokens.append(sum(len(text.token_ids) for text in texts))
+            truncated += sum(text.finish_reason == "length" for text in texts)
+    rate = statistics.median(n / s for n, s in zip(tokens, seconds, strict=True))
+    return {
+        "version": vllm.__version__, "speculative_config": SPECULATION[peer], "seconds": seconds, "tokens": tokens,
+        "truncated": truncated, "tokens_per_s": rate,
+    }  # fmt: skip
+
+
+def measure_peer(work: dict[str, Any], peer: str, path: str) -> dict[str, Any]:
+    """Runs this script for one peer; what failed is recorded as such."""
+    with tempfile.TemporaryDirectory() as folder:
+        task, result = Path(folder, "work.json"), Path(folder, "result.json")
+        task.write_text(json.dumps(work), encoding="utf-8")
+        environment = dict(os.environ)
+        if path:
+            environment["PYTHONPATH"] = path + os.pathsep + environment.get("PYTHONPATH", "")
+        command = [sys.executable, __file__, "--worker", peer, "--work", str(task), "--out", str(result)]
+        done = subprocess.run(command, check=False, env=environment)
+        if done.returncode:
+            return {"failed": f"exit code {done.returncode}"}
+        measured: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        return measured
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model")
+    parser.add_argument("model", nargs="?")
     parser.add_argument("--run", type=Path)
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--questions", type=Path)
@@ -112,7 +174,17 @@ def main() -> None:
     parser.add_argument("--modes", default="rows,off,auto")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--against", default="", help=f"peers, separated by commas: {', '.join(SPECULATION)}")
+    parser.add_argument("--peer-path", default="", help="prepended to PYTHONPATH of the peers' processes")
+    parser.add_argument("--worker", choices=SPECULATION, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker is not None:
+        result = sample_with_vllm(json.loads(args.work.read_text(encoding="utf-8")), args.worker)
+        args.out.write_text(json.dumps(result), encoding="utf-8")
+        return
+    if args.model is None:
+        parser.error("name a model folder")
     policy = load_policy(Model.model_validate({"source": args.model, "dtype": args.dtype}), alphabet=None, seed=0)
     prompts, modes = read_prompts(args), args.modes.split(",")
     engines = {m: NativeEngine(policy, Engine(slots=args.slots, draft="off" if m == "rows" else m)) for m in modes}
@@ -148,6 +220,18 @@ def main() -> None:
             **total.metrics(),
             **by_end(runs[-1]),
         }
+    if args.against:
+        work = {
+            "model": str(Path(args.model).resolve()), "dtype": args.dtype, "group": args.group, "new": args.new,
+            "temperature": args.temperature, "repeats": args.repeats, "slots": report["slots"],
+            "ends": list(policy.eos_ids), "prompts": [policy.encode(prompt).tolist() for prompt in prompts],
+        }  # fmt: skip
+        engines.clear()
+        del policy, engine
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        report["peers"] = {peer: measure_peer(work, peer, args.peer_path) for peer in args.against.split(",")}
     text = json.dumps(report, indent=1)
     print(text)
     if args.out is not None:

@@ -49,6 +49,7 @@ GPU_RECIPES = {
     "gsm8k-smollm2": "real-gsm8k-smollm2-1",
     "gsm8k-smollm2-lora": None,
     "math-qwen": "real-math-qwen-1",
+    "mbpp-qwen": None,
     "rlhf": "frontier",
     "r1-zero": None,
     "r1": None,
