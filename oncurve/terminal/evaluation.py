@@ -213,7 +213,7 @@ def _at_temperature(result: AtTemperature) -> str:
 def _completions(report: ProbeReport) -> str:
     text = f"{percent(report.cut_share)} truncated"
     if report.length_median is not None:
-        text = f"half end within {number(report.length_median)} tokens, 99 % within {number(report.length_99)}; " + text
+        text = f"half end within {report.length_median:,.0f} tokens, 99 % within {report.length_99:,.0f}; " + text
     return text + (f"; {percent(report.failure_share)} could not be rewarded" if report.failure_share else "")
 
 
