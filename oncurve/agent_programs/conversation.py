@@ -226,14 +226,32 @@ def _tool_calls(
 ) -> tuple[ToolCall, ...]:
     """The tool calls of a turn. Their results are the tool messages that follow it, in its own sequence or in another one that
     continues the conversation. A call whose result the agent did not send has an empty one; whether it failed is not known."""
-    length, results = sequence.lengths[turn], dict[str, str]()
-    before = (sequence.messages or ())[:length]
+    length, calls = sequence.lengths[turn], message["tool_calls"]
+    before, results = (sequence.messages or ())[:length], [""] * len(calls)
     for other in sequences:
         messages = other.messages or ()
-        if not results and messages[:length] == before:
-            said = takewhile(lambda message: message["role"] == "tool", messages[length:])
-            results = {str(result.get("tool_call_id")): result["content"] for result in said}
-    return tuple(_tool_call(call, results.get(call["id"], "")) for call in message["tool_calls"])
+        said = list(takewhile(lambda message: message["role"] == "tool", messages[length:]))
+        if said and _are_same(messages[:length], before):
+            results = _results(messages[length - 1].get("tool_calls") or (), said)
+            break
+    return tuple(_tool_call(call, result) for call, result in zip(calls, results, strict=True))
+
+
+def _are_same(one: Sequence[Message], other: Sequence[Message]) -> bool:
+    """Whether two conversations are the same in the form in which `find_continued` compares them."""
+    return one == other or [to_canonical(message) for message in one] == [to_canonical(message) for message in other]
+
+
+def _results(calls: Sequence[Mapping[str, Any]], said: Sequence[Message]) -> list[str]:
+    """The result of each call: the tool message with its id, as the client wrote both. Calls and messages whose ids match no
+    other are matched in their order."""
+    left = list(said)
+    found: list[Message | None] = []
+    for call in calls:
+        found.append(next((message for message in left if message.get("tool_call_id") == call["id"]), None))
+        left = [message for message in left if message is not found[-1]]
+    others = iter(left)
+    return [(message or next(others, {"content": ""}))["content"] for message in found]
 
 
 def _tool_call(call: Mapping[str, Any], result: str) -> ToolCall:

@@ -122,6 +122,41 @@ def test_tool_calls_are_recorded_with_their_results_wherever_the_agent_sends_the
     assert [answers[0] for answers in calls] == [[""], ["3"]]
 
 
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize(
+    ("call_ids", "result_ids"),
+    [
+        (("a", "b"), ("b", "a")),  # the client has ids of its own
+        (None, ("a", "b")),  # only its results have
+        (("a", "b"), (None, None)),  # its results have none
+    ],
+)
+def test_results_are_recorded_if_the_client_writes_other_ids(
+    served: Agents, branches: bool, call_ids: Any, result_ids: Any
+) -> None:
+    """By the client's own ids, else in the order of the results."""
+    rollout = served.rollout()
+    served.client(rollout).chat.completions.create(model="policy", messages=[QUESTION], tools=[ADD], max_tokens=80)
+    (sequence,) = rollout.sequences
+    (call,) = sequence.replies[0]["tool_calls"]
+    sequence.replies[0] = {**sequence.replies[0], "tool_calls": [{**call, "id": "first"}, {**call, "id": "second"}]}
+    assert sequence.messages is not None
+    sequence.messages = (*sequence.messages[:-1], {**sequence.messages[-1], "tool_calls": sequence.replies[0]["tool_calls"]})
+    sent = [{**call, "id": name} for name in call_ids or ("first", "second")]
+    results = [
+        {"role": "tool", "content": text, **({} if name is None else {"tool_call_id": name})}
+        for name, text in zip(result_ids, ("one", "two"), strict=True)
+    ]
+    sequence.is_busy = branches  # another call continues it, so this one begins a new sequence
+    messages: list[Any] = [QUESTION, {"role": "assistant", "content": None, "tool_calls": sent}, *results]
+    served.client(rollout).chat.completions.create(model="policy", messages=messages, tools=[ADD], max_tokens=4)
+    assert len(rollout.sequences) == 1 + branches
+    episode = completion_of(rollout).episode
+    assert episode is not None
+    expected = ["two", "one"] if result_ids == ("b", "a") else ["one", "two"]
+    assert [call.result for call in episode.turns[0][2].calls] == expected
+
+
 def test_a_stream_gives_the_same_calls_and_the_same_record(served: Agents) -> None:
     plain, streamed = served.rollout(), served.rollout()
     solve(served, plain)
