@@ -1,4 +1,4 @@
-"""The reward `environment`: what a stateful environment itself says about an episode."""
+"""Rewards of an episode: `environment`, from a stateful environment, and `reported`, from an agent program."""
 
 from __future__ import annotations
 
@@ -24,3 +24,23 @@ class EnvironmentReward:
             return Score(None, "there is no environment")
         turns = [(end - 1, o.reward) for _, end, o in completion.episode.turns if o.reward is not None]
         return Score(completion.episode.outcome.reward, steps=tuple(turns) or None)
+
+
+class ReportedOptions(Section):
+    """What an agent reports as its reward: the `reward` of its last line of output, or what it has sent to the endpoint."""
+
+
+class ReportedReward:
+    def __init__(self, name: str, weight: float, options: ReportedOptions) -> None:
+        self.name, self.weight = name, weight
+
+    def score(self, group: Group) -> list[Result]:
+        return score_each(group, _reported)
+
+
+def _reported(completion: Completion) -> Score:
+    reward = None if completion.episode is None else completion.episode.outcome.reward
+    if reward is None:
+        ways = 'print {"reward": …} as the last line, return it, or POST it to $OPENAI_BASE_URL/reward'
+        raise ValueError(f"the agent reported no reward: {ways}")
+    return Score(reward)

@@ -11,7 +11,7 @@ from oncurve.recipe.schema import sections
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import RolloutStage, Stage
 from oncurve.rewards.base import Reward, RewardType
-from oncurve.rewards.episode_reward import EnvironmentOptions, EnvironmentReward
+from oncurve.rewards.episode_reward import EnvironmentOptions, EnvironmentReward, ReportedOptions, ReportedReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.models.judge import JudgeOptions, JudgeReward
 from oncurve.rewards.models.process import ProcessOptions, ProcessReward
@@ -42,7 +42,6 @@ from oncurve.rewards.verifiers.puzzles import (
     GuessRewardOptions,
 )
 from oncurve.rewards.verifiers.reasoning_gym import GymRewardOptions, ReasoningGymReward
-from oncurve.rewards.verifiers.reported import ReportedOptions, ReportedReward
 
 REWARDS: Registry[RewardType] = Registry(
     "reward",
