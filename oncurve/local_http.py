@@ -1,5 +1,6 @@
 """Local HTTP servers: the socket, the host names they answer to, the checks against requests of other sites' pages, and what
-they accept: complete headers in time, bodies of limited size and time, and strict JSON; their metrics in Prometheus' format.
+they accept (headers within a time limit, bodies within a time and a size limit, strict JSON). The module also formats
+metrics for Prometheus.
 
 A server without a key or token answers only to loopback names, so a site that points its own name at 127.0.0.1 (DNS rebinding)
 is refused. Requests from another site's page are always refused. NaN, 1e999 and lone surrogates, which Python's JSON parser

@@ -123,7 +123,7 @@ class Outcome:
 class EpisodeRecord:
     """A completion's conversation with a stateful environment.
 
-    ``turns`` holds the tokens [start, end) of each turn of the policy, with what the environment answered to it.
+    ``turns`` holds the tokens [start, end) of each turn of the policy, and the environment's answer to it.
     """
 
     turns: tuple[tuple[int, int, Observation], ...]

@@ -178,7 +178,7 @@ def _method(server: str, tool: Any) -> Callable[..., Any]:
 
 
 def _trace(kind: Any, task: Any, state: Any, messages: Sequence[Mapping[str, Any]]) -> Any:
-    """The conversation as verifiers records it. It has no tokens, calls or times."""
+    """The conversation as verifiers records it: its messages with their tool calls, but no token ids and no times."""
     from verifiers.v1 import (
         AgentConfig,
         AgentInfo,

@@ -140,7 +140,7 @@ class LearnerActor:
         return run, with_machine_overrides(run, task.sets)
 
     def stop(self, number: int) -> None:
-        """Like a signal with this number: the step is finished and saved."""
+        """Stops the run as a signal with this number does: after the current step, which is saved."""
         if self.trainer is not None:
             self.trainer.stop_signal = number
 

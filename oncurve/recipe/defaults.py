@@ -1,4 +1,4 @@
-"""Defaults that depend on other keys: those of a stage's objective, and those of the recipe around a stage."""
+"""Defaults that depend on other keys: on a stage's objective, or on the recipe that the stage is part of."""
 
 from __future__ import annotations
 

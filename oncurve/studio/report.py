@@ -69,7 +69,7 @@ def chart(name: str, points: Points) -> str:
 
 
 def _number(name: str, value: float) -> str:
-    """A number at an axis: a share as a percentage."""
+    """The label of a value on an axis. Shares are shown as percentages."""
     metric = find(name)
     is_share = metric is not None and metric.unit == "share"
     return f"{100 * value:.4g} %" if is_share else f"{value:.4g}"

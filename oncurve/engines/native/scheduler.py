@@ -409,10 +409,11 @@ class Scheduler:
         return end, "length" if end == self.limit_S[slot] else None
 
     def _end_turn(self, slot: int, sequence: Sequence, end: int, stop: StopReason) -> StopReason | None:
-        """Ask the environment and park the slot. If the answer is there at once, returns why the sequence ends, if it does.
+        """Ask the environment for a reply and park the slot. If the reply is there at once, the slot continues with it. Returns
+        the stop reason if the sequence ends here.
 
-        A resumed slot has a new generation, so that tokens in flight are discarded. It keeps its order of admission: the oldest
-        sequence is never preempted, and every sequence ends.
+        A resumed slot has a new generation, so that tokens in flight are discarded. It keeps its place in the order of
+        admission. The oldest sequence is never preempted, so every sequence ends.
         """
         turn_ids, stops = self.token_ST[slot, sequence.turn_start : end], sequence.request.sampling.stop
         if not len(turn_ids):  # the last reply has filled the sequence

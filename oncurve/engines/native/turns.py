@@ -163,9 +163,9 @@ def build_requests(
     """Starts the episodes of all prompts, and returns a request for each prompt, with the text that its environment adds.
 
     All episodes start at the same time, and this waits for the slowest. Episodes that finished in an earlier attempt at this
-    step are replayed; unfinished ones start again. If a group's environment now begins with another text, the record is of
-    another prompt: it is dropped, and all episodes of the group start again. If the group has earlier samples, which this call
-    extends, that is a ChangedTextError.
+    step are replayed; unfinished ones start again. If a group's environment now begins with a different text, the finished
+    episodes belong to another prompt: their records are dropped, and all episodes of the group start again. If this call adds
+    samples to a group that already has some, a different text raises ChangedTextError instead.
     """
     episodes: list[list[Episode]] = [[] for _ in prompts]
     given, prompts = prompts, [without_observation(prompt) for prompt in prompts]

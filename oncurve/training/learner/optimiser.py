@@ -227,7 +227,7 @@ class Optimiser:
         return float(nn.utils.clip_grad_norm_(self.masters, limit))
 
     def _store_weights(self) -> None:
-        """Rounds the master weights to the weights."""
+        """Copies the master weights into the model's weights, which rounds them."""
         rounded = [(weight, master) for weight, master in zip(self.weights, self.masters, strict=True) if master is not weight]
         if rounded:
             torch._foreach_copy_([weight for weight, _ in rounded], [master for _, master in rounded])
