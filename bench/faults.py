@@ -245,7 +245,7 @@ def samples_from_adapter(model: Path, folder: Path) -> tuple[str, str]:
 
 def _likelihoods(before: Any, after: Any, sampled: list[tuple[list[int], list[int]]]) -> str:
     means = [sum(_mean_logp(m, *pair) for pair in sampled) / len(sampled) for m in (after, before)]
-    return f"mean log-prob of its tokens: {means[0]:.2f} by the trained adapter, {means[1]:.2f} by the base"
+    return f"mean log-prob of its tokens: {means[0]:.2f} under the trained adapter, {means[1]:.2f} under the base"
 
 
 @torch.no_grad()
@@ -325,7 +325,7 @@ def build_caller(folder: Path) -> Any:
 
 
 def keeps_turns(_: Path, folder: Path) -> tuple[str, str]:
-    """Are the tokens of a tool call trained as they were sampled, if the tokenizer would write the call with others?"""
+    """Does training use the sampled tokens of a tool call, even if the tokenizer would encode the call differently?"""
     caller = folder / "caller"
     tokenizer = build_caller(caller)
     model = AutoModelForCausalLM.from_pretrained(caller)
@@ -362,7 +362,7 @@ def _as_sampled(model: Any, tokenizer: Any, trained: list[tuple[list[int], list[
     again = [tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] for _, ids, _ in with_call]
     retokenised = [_mean_logp(model, prompt, ids) for (prompt, _, _), ids in zip(with_call, again, strict=True)]
     return (
-        f"{len(with_call)} of {len(trained)} called it; mean log-prob of the trained tokens: {sum(logps) / len(logps):.3f}, "
+        f"{len(with_call)} of {len(trained)} called the tool; mean log-prob of the trained tokens: {sum(logps) / len(logps):.3f}, "
         f"and of the same texts tokenised again: {sum(retokenised) / len(retokenised):.3f}"
     )
 
