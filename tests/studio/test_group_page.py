@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from playwright.sync_api import Browser, expect
 from oncurve.records import EpisodeRecord, GradedGroup, Observation, Outcome, ToolCall
 from oncurve.runs.database.writer import RunWriter
 from tests.studio.browsing import a_browser, a_page
-from tests.studio.samples import make_run, step_report
+from tests.studio.samples import eval_report, make_run, step_report
 from tests.studio.serving import Served, served
 
 pytestmark = pytest.mark.slow
@@ -167,6 +168,7 @@ def test_an_agent_s_turns_show_its_tool_calls(here: Served, browser: Browser) ->
         expect(episode.locator("summary")).to_contain_text("1 turn, 2 tool calls, the environment's reward 0.50")
         episode.locator("summary").click()
         expect(episode).to_contain_text('search({"query": "tea"})')
+        expect(episode).to_contain_text("200 ms")
         expect(episode).to_contain_text("3 kinds of tea")
         expect(episode.locator("pre.bad")).to_have_text("timed out after 5 s")
 
@@ -241,3 +243,18 @@ def test_search_by_tool_and_by_failure(here: Served, browser: Browser) -> None:
     with a_page(browser, f"{here.address}/#/groups/sums/search") as watched:
         expect(watched.page.locator("[data-found]")).to_be_visible()
         expect(watched.page.get_by_label("Tool", exact=True)).to_have_count(0)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_map_of_many_groups_is_as_wide_as_the_list(tmp_path: Path, browser: Browser, width: int) -> None:
+    run = make_run(tmp_path, "many")
+    with RunWriter.open(run.path) as store:
+        store.record_eval(replace(eval_report(3, 0.5), asked=200, groups=tuple(eval_report(3, 0.5).groups) * 100))
+    with (
+        served(tmp_path) as served_here,
+        a_page(browser, f"{served_here.address}/#/groups/many/at/grpo/3?kind=eval", width) as watched,
+    ):
+        bars = watched.page.get_by_role("img", name="of 200 groups have a signal")
+        expect(bars).to_be_visible()
+        assert bars.evaluate("bars => bars.scrollWidth <= bars.clientWidth")
+        assert watched.fits()

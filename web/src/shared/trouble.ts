@@ -18,6 +18,8 @@ export function troubleOf(what: string, advice = ""): string | null {
   const named = /Troubleshooting, '(.+?)'/.exec(what + advice)?.[1];
   return named?.toLowerCase().replaceAll(" ", "-") ?? SIGNS.find(([sign]) => sign.test(what))?.[1] ?? null;
 }
-/** Advice without the reference to the documentation, which a link replaces, in parts: every second one is code. */
-export const adviceParts = (advice: string): string[] => advice.replace(/[;,]? ?more: Troubleshooting, '.+?', in the documentation$/, "").split("`");
+/** A message without the reference to the documentation, which a link replaces. */
+export const withoutReference = (text: string): string => text.replace(/[;,]? ?more: Troubleshooting, '.+?', in the documentation(\.?)$/, "$1");
+/** Advice without that reference, in parts: every second one is code. */
+export const adviceParts = (advice: string): string[] => withoutReference(advice).split("`");
 export const troubleLink = (heading: string): string => link("learn", ["troubleshooting"], { at: heading });
