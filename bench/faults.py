@@ -362,7 +362,8 @@ def _as_sampled(model: Any, tokenizer: Any, trained: list[tuple[list[int], list[
     again = [tokenizer(tokenizer.decode(ids), add_special_tokens=False)["input_ids"] for _, ids, _ in with_call]
     retokenised = [_mean_logp(model, prompt, ids) for (prompt, _, _), ids in zip(with_call, again, strict=True)]
     return (
-        f"{len(with_call)} of {len(trained)} called the tool; mean log-prob of the trained tokens: {sum(logps) / len(logps):.3f}, "
+        f"{len(with_call)} of {len(trained)} called the tool; mean log-prob of the trained tokens: "
+        f"{sum(logps) / len(logps):.3f}, "
         f"and of the same texts tokenised again: {sum(retokenised) / len(retokenised):.3f}"
     )
 

@@ -149,8 +149,8 @@ class Run:
     def metrics(self, name: None = None, stage: str | None = None) -> MetricTable: ...
 
     def metrics(self, name: str | None = None, stage: str | None = None) -> MetricCurve | MetricTable:
-        """A metric's curve as (step, value), of a stage or of the last stage that logged it. Without a name: every metric of
-        a stage, or of the last stage. `to_pandas()` makes a data frame of either, and a notebook shows charts.
+        """A metric's curve as (step, value), for ``stage``, or by default for the last stage that logged it. Without a name:
+        every metric of that stage, or of the last one. `to_pandas()` makes a data frame of either, and a notebook shows charts.
 
         Example: run.metrics("reward"), run.metrics("loss", stage="sft"), run.metrics().to_pandas()
         """
@@ -171,8 +171,8 @@ class Run:
             return MetricCurve(name, next((curve for s in stages if (curve := store.metric(name, s))), []))
 
     def groups(self, step: int, stage: str | None = None) -> GroupList:
-        """The groups of a step, of a stage or of the last stage that sampled: a tuple of GradedGroup. `to_pandas()` makes a
-        data frame with a row for each completion, and a notebook shows tables.
+        """The groups of a step of ``stage``, or by default of the last stage that sampled: a tuple of GradedGroup.
+        `to_pandas()` makes a data frame with a row for each completion, and a notebook shows tables.
 
         Example: [group.group.prompt.shown for group in run.groups(step=100) if group.has_signal]
         """
@@ -182,7 +182,7 @@ class Run:
             return GroupList(store.step(name, step).groups)
 
     def studio(self, height: int = 720) -> StudioFrame:
-        """The studio, opened at this run, inline in a notebook. It runs until the notebook's kernel ends, or `close()`.
+        """The studio, opened at this run, inline in a notebook. It runs until the kernel ends or you call `close()`.
 
         Example: run.studio()
         """
@@ -231,11 +231,11 @@ def train(
     them, names of built-in rewards, dicts with `type` and options as in a recipe, or pairs (reward, weight).
 
     ``tools`` are functions with type hints and docstrings that the model can call. ``environment_factory`` is a class whose
-    instances have a state: each completion gets one, `reset(**columns)` begins it, its other public methods are tools, and
+    instances have a state: each completion gets its own, `reset(**columns)` begins it, its other public methods are tools, and
     `get_reward()` scores it, so that ``rewards`` may be left out. With several classes in a dict, a prompt names its own in the
     column "environment". A completion has at most ``max_turns`` turns, and a call may take ``tool_timeout_s`` seconds. If the
-    chat template rewrites earlier turns, a turn follows the tokens as sampled, or with ``history`` = "template" what the
-    template writes.
+    chat template rewrites earlier turns, the next turn still follows the tokens as sampled; with ``history`` = "template" it
+    follows what the template writes.
 
     ``model`` is "tiny", a folder, a hub id, a GGUF file or a pair (model, tokenizer). ``lora`` is True or the keys of
     `[model.lora]`, such as {"rank": 8}; ``dtype`` is "float32", "bfloat16" or "float16"; ``device`` is "auto", "cpu" or "cuda";
@@ -243,9 +243,9 @@ def train(
     dicts as in a recipe. ``evaluation`` has the keys of `[evaluation]`. ``callbacks`` are instances of transformers'
     `TrainerCallback`.
 
-    ``grpo_options`` are keys of a grpo stage, with the defaults of a recipe: group_size, steps, optimiser, sampling, kl,
-    eval_every, keep_best, patience (early stopping) and all others that `oncurve recipe explain grpo` lists. With a recipe,
-    the other arguments replace the recipe's own. ``resume`` continues a run with the same prompts and rewards; if a reward
+    ``grpo_options`` are keys of a grpo stage, with the defaults of a recipe: optimiser, sampling, kl, eval_every, keep_best,
+    patience (early stopping) and all others that `oncurve recipe explain grpo` lists. With a recipe, the other arguments
+    replace the recipe's own. ``resume`` continues a run with the same prompts and rewards; if a reward
     function or data file has changed since it began, only with ``accept_changes``. In a script that torchrun starts, every
     process calls this function, and they train together.
 

@@ -3,7 +3,7 @@
 OncurveError
 ├── RecipeError       a recipe that can't be run as written
 ├── DataError         a data file or task with nothing usable in it
-│   └── ChangedTextError  an environment that begins otherwise than for the first completions of a group
+│   └── ChangedTextError  an environment that begins differently than it did for the first completions of a group
 ├── ModelError        a model that can't be loaded, or that the engine can't run faithfully
 ├── RewardError       rewards that can't be built, or that fail too often
 ├── RunError          a run folder: missing, not a run, interrupted, already there, written by a newer version
@@ -126,8 +126,8 @@ def pip_install(extra: str) -> str:
 
 
 def closest(word: str, known: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The known names most similar to a word, best first, in any case. Names with the same letters come first, because swapped
-    letters are a common typo: for `gpro`, `grpo` comes before `gspo`."""
+    """The known names most similar to a word, best first; case is ignored. Names with the same letters come first, because
+    swapped letters are a common typo: for `gpro`, `grpo` comes before `gspo`."""
     names = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), names, n=max(count, 3), cutoff=cutoff)
     matches.sort(key=lambda match: sorted(match) != sorted(word.lower()))

@@ -193,7 +193,7 @@ def read_key(value: str) -> bytes:
 
 
 class JsonBodies:
-    """Middleware that reads a request's body before the application sees it, and refuses what is too large, too slow or no
+    """Middleware that reads a request's body before the application sees it, and refuses what is too large, too slow or not
     strict JSON. Put it behind the check of keys and tokens: strangers' bodies are not read. Bodies of ``others``, types that
     the application parses itself, are only limited."""
 

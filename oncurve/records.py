@@ -5,7 +5,8 @@
 Each record is frozen and adds to the one before it. Arrays are numpy, so the studio and the run database read records without
 torch.
 
-Shape letters. A tensor's name ends with its axes (``logps_BT``), and every module of the project uses this legend:
+Shape letters. A tensor's name ends with its axes (``logps_BT``). Modules use this legend unless they define a letter
+themselves:
 
     P  prompts of a step                    N  input tokens of a pack
     G  group size: completions of a prompt  M  predicted tokens of a pack

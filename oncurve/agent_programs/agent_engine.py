@@ -1,8 +1,8 @@
 """Samples rollouts of agents: runs the agents, and decodes what they ask for in this thread, with the learner's own weights.
 
-A step's rollouts share one session of slots. The endpoint and the processes of the agents have threads of their own; they hand
-requests to the session and ends of agents to this thread. A turn's tokens depend on the tokens before it and the rollout's
-random numbers alone, not on what else is in flight.
+A step's rollouts share one session of slots. The endpoint and the processes of the agents have threads of their own; these pass
+requests to the session, and tell this thread when an agent has ended. A turn's tokens depend on the tokens before it and the
+rollout's random numbers alone, not on what else is in flight.
 
 A rollout that has ended is stored at once. A repeated step reads it from there, and runs only the agents that had not ended.
 """
@@ -105,7 +105,7 @@ class AgentEngine:
 
 
 class _TrainingLoop(EngineLoop):
-    """An error of the engine is the run's, and not only that of the requests in flight."""
+    """An error of the engine ends the run, and not only the requests in flight."""
 
     def _fail(self, error: Exception) -> None:
         raise error
@@ -151,7 +151,7 @@ class RolloutBatch:
             self._run_agents()
 
     def _run_agents(self) -> None:
-        # As many slots whichever agents run again, so that a resumed step decodes at the same shape.
+        # The number of slots does not depend on which agents run again, so a resumed step decodes at the same shape.
         slots = min(slots_for(self.engine, len(self.prompts) * self.group_size), self.program.at_once)
         with torch.no_grad():
             draft = self.engine.settings.draft

@@ -36,7 +36,7 @@ BUBBLEWRAP = (
     *("bwrap", "--ro-bind", "/", "/", "--dev", "/dev", "--proc", "/proc", "--tmpfs", "/tmp"),
     *("--unshare-pid", "--unshare-ipc", "--unshare-uts", "--die-with-parent"),
 )
-"""What the command of a sandboxed agent follows: a read-only file system, and namespaces of its own but for the network."""
+"""The prefix of a sandboxed agent's command: a read-only file system and its own namespaces; only the network is shared."""
 OnEnd = Callable[[AgentResult], None]
 
 
@@ -122,7 +122,7 @@ class AgentProcesses:
 
 
 def _send(launcher: subprocess.Popen[bytes], job: Mapping[str, Any]) -> bool:
-    """Whether the launcher has got a job: it may have been killed. Then what it ran is reported as lost."""
+    """Sends a job. Returns False if the launcher has been killed; the agents that it ran are then reported as lost."""
     assert launcher.stdin is not None
     try:
         launcher.stdin.write(json.dumps(job, default=str).encode() + b"\n")

@@ -90,7 +90,7 @@ class RolloutSequence:
         return ids[:-1] if self.stop == "end" else ids
 
     def add_turn(self, reply_ids: Sequence[int], tokens: Sequence[SampledToken], room: int) -> None:
-        """What the agent said, and the policy's turn that followed, which had room for so many tokens."""
+        """What the agent said, and the policy's turn that followed. ``room``: the most tokens that the turn could have."""
         self.token_ids += reply_ids
         self.logps += [(0.0, 0.0, 0.0)] * len(reply_ids)
         first = len(self.token_ids)
@@ -156,12 +156,12 @@ def find_continued_text(sequences: Sequence[RolloutSequence], prompt: str | Sequ
 
 
 def _longest(found: Sequence[Continued]) -> Continued | None:
-    """The place after which the least is new; of equal ones, a sequence that continues itself."""
+    """The place after which the least is new; of equal ones, one at which the sequence itself can continue."""
     return min(found, key=lambda place: (len(place.new), place.branches), default=None)
 
 
 def to_canonical(message: Message) -> dict[str, Any]:
-    """A message in the one form in which two are compared: clients drop empty keys, and write a call's arguments anew."""
+    """A message in the form in which messages are compared: clients drop empty keys, and write a call's arguments anew."""
     calls = [(call["function"]["name"], _parsed(call["function"]["arguments"])) for call in message.get("tool_calls") or ()]
     return {
         "role": message["role"],
@@ -261,7 +261,7 @@ def _tool_call(call: Mapping[str, Any], result: str) -> ToolCall:
 
 
 def _shared(column: int, table: Floats) -> Floats:
-    """A column of log-probs; the first if it is equal to it, as in completions of other engines."""
+    """A column of log-probs; the first column if both are equal, as in completions of other engines."""
     same = np.array_equal(table[:, column], table[:, 0])
     return np.ascontiguousarray(table[:, 0 if same else column])
 
@@ -278,7 +278,8 @@ def build_group(prompt: Prompt, completions: Sequence[Completion]) -> Group:
 
 
 def with_prompt(completion: Completion, prompt_ids: Ints) -> Completion:
-    """The completion with a sequence that follows the prompt as its first one, without a context of its own, if it has one."""
+    """The completion with one sequence moved to the front and stripped of its context: one whose context is the prompt. If
+    there is none, the completion is unchanged."""
     which = next((i for i, (_, ids) in enumerate(completion.contexts) if np.array_equal(ids, prompt_ids)), None)
     if which is None:
         return completion

@@ -2,13 +2,13 @@
 
     python -m oncurve.agent_programs.launcher
 
-Jobs come in as JSON lines, results go out as JSON lines. A process of its own, so that no process is forked from the trainer
-with its threads and its memory, and so that agents end with the trainer, even if that is killed: its pipe closes, and
-everything that was started is killed.
+Jobs come in as JSON lines, results go out as JSON lines. The launcher is a separate process, so that no process is forked from
+the trainer with its threads and its memory, and so that agents end with the trainer, even if that is killed: the launcher's
+pipe closes, and it kills everything that it has started.
 
 An agent is a command, or a function that a forked child of this process calls. Each is the leader of its own session. At its
 end, or after its time limit, everything that is left of it is killed: its process group, and every process that has its key in
-its environment, whatever session that has moved to.
+its environment, whatever session that process has moved to.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Agent:
     outputs: dict[int, str]
     """The open pipes, by file descriptor: "stdout" and "stderr"."""
     process: subprocess.Popen[bytes] | None
-    """Of a command. A Popen object that is dropped takes the exit status of its process with it."""
+    """Set for a command, and kept: a Popen object that is dropped takes the exit status of its process with it."""
     tails: dict[str, bytes] = field(default_factory=lambda: {"stdout": b"", "stderr": b""})
     code: int | None = None
     is_late: bool = False
@@ -235,7 +235,7 @@ def kill_marked(key: str) -> None:
 def preload(reference: str) -> None:
     """Imports the packages that a function's file imports, once, so that each of its calls starts in milliseconds.
 
-    The file itself is run by every call: it may read the environment, which is another one each time.
+    The file itself is run by every call: it may read the environment, which differs from call to call.
     """
     source = Path(reference.rpartition(":")[0])
     if source in _PRELOADED or not source.is_file():

@@ -1,4 +1,4 @@
-"""Episodes as run.db stores them: one JSON text for each observation, from the moment it arrives.
+"""Episodes as run.db stores them: one JSON text for each observation, stored as soon as it arrives.
 
 The keys are `episode/<prompt id>/<sample>/<part>`, where the part is `start`, the number of a turn, or `end`. An episode with
 an `end` is finished: a repeated step replays it. One without starts again.

@@ -129,7 +129,7 @@ class McpServer:
 
     def _handle(self, message: Mapping[str, Any]) -> None:
         if "method" in message:
-            if "id" in message:  # a request of the server: it may ask whether we live, and for what we do not offer
+            if "id" in message:  # a request of the server: a ping, or one that we do not support
                 known = message["method"] == "ping"
                 refusal = {"error": {"code": -32601, "message": "not supported"}}
                 with contextlib.suppress(OSError):

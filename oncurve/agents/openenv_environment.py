@@ -202,7 +202,7 @@ def _tool_text(observation: Mapping[str, Any]) -> str:
 
 
 class _App:
-    """An app from a module or file, which runs in a child process. `url` starts the child, also again if it has ended. The
+    """An app from a module or file, which runs in a child process. `url` starts the child, and restarts it if it has ended. The
     child ends with this process at the latest."""
 
     def __init__(self, reference: str, folder: str) -> None:

@@ -24,7 +24,7 @@ def textarena_class(id: str, where: str, options: Mapping[str, Any]) -> type:
         raise MissingPackage(where, "textarena is not installed", because=because, fix=pip_install("textarena")) from error
 
     def begin(seed: int) -> tuple[Any, Any]:
-        """A new game, with its wrappers, which complete the format of a move, and without, so that no message is repeated."""
+        """(a new game in its wrappers, which complete the format of a move; the bare game, so that no message repeats)."""
         with contextlib.redirect_stdout(io.StringIO()):  # some print
             wrapped = textarena.make(id, **options)
             wrapped.reset(num_players=1, seed=seed)

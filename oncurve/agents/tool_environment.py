@@ -33,7 +33,7 @@ SYNTAX, UNKNOWN, ARGUMENTS, EXCEPTION, TIMEOUT = "syntax", "unknown tool", "argu
 FAILURES = (SYNTAX, UNKNOWN, ARGUMENTS, EXCEPTION, TIMEOUT)
 """How a tool call can fail: `ToolCall.failure`."""
 TOOL_TIMEOUT_S = 10.0
-"""Seconds that a call may take if nothing else is said."""
+"""Seconds that a call may take by default."""
 EnvironmentFactory = Callable[[], Any]
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 class ToolEnvironment:
     """Tools for the policy: functions that all completions share, and the methods of an instance per completion.
 
-    ``factory`` creates an instance, usually a class, by TRL's contract: `reset(**columns)` begins an episode and may return a
+    ``factory``, usually a class, creates an instance by TRL's contract: `reset(**columns)` begins an episode and may return a
     text for the end of the prompt, public methods are tools, and `get_reward()`, if there is one, scores the episode.
     ``get_turn_reward()``, if there is one, scores each turn after its calls. `get_reward` may have a parameter `messages`: the
     conversation after the prompt. Every method may be `async`.
@@ -120,8 +120,8 @@ NOT_IN_MAIN_THREAD = "signal only works in main thread"
 class EpisodeFuture(Future[Any]):
     """The result of an episode's job, parts of which may have to run in the main thread.
 
-    Whoever asks there whether it is done, or for its result, runs them. Done callbacks are also called when there is such a
-    part, so that a waiting main thread asks.
+    `done` and `result` run such a part if they are called in the main thread. Done callbacks are also called when there is a
+    new part, so that a main thread that waits calls `done`.
     """
 
     def __init__(self) -> None:
@@ -195,7 +195,7 @@ class ToolEpisode:
         return self._submit(self._answer, turn)
 
     def finish(self) -> Future[Outcome]:
-        if self._is_hung:  # nobody can ask its instance for a reward; without one, rewards judge what there is
+        if self._is_hung:  # its instance can't be asked for a reward; if it has none, the other rewards score the completion
             is_failure = self._is_broken or self.environment.reward_name is not None
             return _done(Outcome(failure=self._failure if is_failure else None))
         return self._submit(self._finish)
@@ -388,7 +388,7 @@ def _done(result: T) -> Future[T]:
 
 
 async def _awaited(result: Any, seconds: float) -> Any:
-    """Cancelled a moment after its time limit, so that it does not run on."""
+    """Await a result, and cancel it a moment after its time limit, so that it does not run on."""
     return await asyncio.wait_for(result, seconds + 1.0)
 
 

@@ -5,8 +5,8 @@ mean and std, and its completion is not graded. Shape letters: `oncurve.records`
 
 PPO's advantages and critic: generalised advantage estimation, token rewards, and the value loss.
 
-T counts only the tokens of a completion that the policy wrote: an environment's tokens are not actions, and callers leave them
-out. The value of a token is that of the state before it, in which the policy sampled it.
+In PPO's functions T counts only the tokens of a completion that the policy wrote: an environment's tokens are not actions, and
+callers leave them out. The value of a token is that of the state before it, in which the policy sampled it.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def pass_at_k_advantages(rewards_G: Tensor, k: int | None) -> Tensor:
     k = n if k is None else min(k, n)
     if n < 2:
         return torch.where(is_valid_G, 0.0, math.nan).to(rewards_G.dtype)
-    # In ascending order, S with the largest element j has C(j, k − 2) forms out of C(n − 1, k − 1); larger ones give 0.
+    # In ascending order, C(j, k − 2) of the C(n − 1, k − 1) sets S have j as their largest element; with j above i they give 0.
     chance = [math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)]
     raised = (values[:, None] - values[None, :]).clamp(min=0.0) @ torch.tensor(chance, dtype=rewards_G.dtype)
     advantages = torch.empty_like(values)
@@ -337,8 +337,8 @@ def token_rewards(total: float, steps: Sequence[tuple[int, float]], penalty_T: F
     """r_t of each token that the policy wrote: the outcome at the last one, step rewards at the steps' ends, minus the KL.
 
     ``steps`` are (index of the step's last token, reward). The index counts all tokens, those of the environment included. A
-    step that ends at a token of the environment is credited to the last token that the policy wrote before it (or to its
-    first token).
+    step that ends at a token of the environment is credited to the last token that the policy wrote before it (or, if there
+    is none, to the policy's first token).
     """
     action_index = np.cumsum(loss_mask_T) - 1
     rewards_T = np.zeros(int(loss_mask_T.sum()))

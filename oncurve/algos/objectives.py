@@ -2,8 +2,8 @@
 
     loss = Σ_m share_m · (−weight_m · (surrogate_m − anchor_m · |log ρ_m|) + β · KL_m) − entropy_bonus · mean token entropy
 
-The sum runs over the predicted tokens of a micro-batch; summed over micro-batches it is the step's loss. Which objective is
-composed of what stands in `oncurve.objective_specs`. Shape letters: `oncurve.records`.
+The sum runs over the predicted tokens of a micro-batch; summed over micro-batches it is the step's loss. What each
+objective is composed of is in `oncurve.objective_specs`. Shape letters: `oncurve.records`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossInputs:
     ``mask_M`` is True at the loss tokens of graded completions; values elsewhere are ignored. ``row_M`` (int64) is the index of
     each token's completion, from 0. ``logp_old_M`` comes from the learner, not the sampler; it is ``logp_new_M`` detached if
     the batch gets a single update. ``weight_M`` holds truncated importance weights, which scale the surrogate and not the KL.
-    ``kept_M`` is False at tokens whose surrogate an entropy control drops, ``anchor_M`` the weight of each token's |log ρ|.
+    ``kept_M`` is False at tokens whose surrogate an entropy control drops; ``anchor_M`` is the weight of each token's |log ρ|.
     ``logp_untruncated_M`` is the log-prob before truncated sampling, which the KL term compares; None if nothing is truncated.
     """
 

@@ -10,7 +10,7 @@ pair, or per completion for kto. With h(y) = log π_θ(y) − log π_ref(y), c t
 
 ipo uses mean log-ratios per token, as TRL does on the advice of IPO's authors. γ is the margin of simpo. kto grades each
 completion by itself: c is desirable, r undesirable, with weights λ. z estimates the KL to the reference: the mean of h over
-completions behind prompts that are not theirs, at least 0, without gradient.
+completions that are paired with prompts of others, at least 0, without gradient.
 """
 
 from __future__ import annotations

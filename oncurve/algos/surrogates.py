@@ -1,7 +1,7 @@
 """Surrogates: what is maximised at each token, given its ratio ρ and advantage A, and which tokens are clipped.
 
 A surrogate is a frozen callable; ``with_range`` returns the same surrogate with another clip range. A token counts as clipped
-only if the clip changes its gradient, so tokens of advantage 0 never do.
+only if the clip changes its gradient, so a token of advantage 0 never counts as clipped.
 """
 
 from __future__ import annotations

@@ -309,4 +309,4 @@ def _fix_options(stage: Stage, plan: Plan) -> list[str]:
         if not any(change.needs_more_gpus for change in fix.changes):
             settings = [setting for change in fix.changes for setting in change.recipe_settings]
             return [f"--set {setting.replace('STAGE', stage.label)}" for setting in settings]
-    return [plan.fixes[0].words if plan.fixes else "a smaller model, or shorter completions"]
+    return [plan.fixes[0].words if plan.fixes else "use a smaller model, or shorter completions"]

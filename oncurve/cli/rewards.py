@@ -108,7 +108,7 @@ def _prompt(recipe: Recipe, number: int) -> Prompt:
     prompts = task.heldout or [task.train_prompt(i) for i in range(min(number + 1, task.train_size or number + 1))]
     if number >= len(prompts):
         raise DataError(
-            "--prompt", number, because=f"the task has {len(prompts)} held-out prompts", fix=f"use 0 to {len(prompts) - 1}"
+            "--prompt", number, because=f"there are {len(prompts)} prompts to choose from", fix=f"use 0 to {len(prompts) - 1}"
         )
     return prompts[number]
 

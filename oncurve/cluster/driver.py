@@ -50,7 +50,7 @@ from oncurve.training.start import (
 from oncurve.training.trainer import TimeUp
 
 MAX_LEARNER_DEATHS = 3
-"""Deaths of the learner without a completed step between them, before the run fails."""
+"""The run fails if the learner dies more often than this without a completed step in between."""
 POLL_S = 1.0
 
 
@@ -232,7 +232,7 @@ class RunDriver:
         return replace(task, session_id=uuid.uuid4().hex, ranks=ranks, port=port)
 
     def _wait_until_up(self, learner: Actor) -> ProcessLocation:
-        """Ray may still be restarting it, or waiting for a node with enough resources."""
+        """Waits until a learner answers: Ray may still be restarting it, or waiting for a node with enough resources."""
         timeout_s = max(self.timeout_s, START_S)
         deadline = time.monotonic() + timeout_s
         while True:

@@ -238,7 +238,7 @@ class RemoteEngine:
             sampler.actor.call("push_weights", self.session.id, *self.weights)
 
     def _broadcast_weights(self, up: Sequence[SamplerState], backend: str) -> bool:
-        """From GPU to GPU; False if the group could not be built or has lost a member."""
+        """Sends the weights from GPU to GPU; False if the group could not be built or has lost a member."""
         names = tuple(sampler.actor.name for sampler in up)
         try:
             if self.broadcast_group is None or self.broadcast_group[0] != names:

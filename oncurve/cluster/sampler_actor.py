@@ -1,8 +1,8 @@
 """A sampler: an engine in its own process, with weights that a learner pushes to it.
 
-One thread samples the submitted batches in order. Calls only submit work and fetch what is done, so they return at once,
-whatever is being sampled. A group is a pure function of (weights, seed, step, prompt): which sampler writes it, or if two do,
-makes no difference.
+One thread samples the submitted batches in order of priority. Calls only submit work and fetch what is done, so they return
+within a second or two, whatever is being sampled. A group is a pure function of (weights, seed, step, prompt), so it makes no
+difference which sampler samples it, or whether two do.
 """
 
 from __future__ import annotations

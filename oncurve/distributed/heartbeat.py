@@ -1,7 +1,7 @@
 """A thread of each rank that publishes what the rank is doing, and notices ranks that died, are late or failed.
 
-Then all ranks end, even if their main threads are blocked in a collective, and rank 0 prints one message. Lost are the steps
-since the last checkpoint, as after a kill.
+If it notices one, all ranks end, even if their main threads are blocked in a collective, and rank 0 prints one message. The
+steps since the last checkpoint are lost, as after a kill.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from oncurve.errors import OncurveError, ScaleError, error_from_json, error_to_j
 
 T = TypeVar("T")
 BUCKET_ELEMENTS = 1 << 25
-"""Elements that one collective takes: few collectives, without a second copy of all gradients."""
+"""Elements per collective: enough to need few collectives, too few to copy all gradients at once."""
 SHARD_BLOCK = 128
 """Shards are multiples of this many elements, so that a block of 8-bit moments is never split."""
 KEPT_COMMANDS = 256

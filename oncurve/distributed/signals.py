@@ -14,7 +14,7 @@ STOPPING = "stopping after this step; interrupt again to stop at once"
 
 @contextmanager
 def graceful_shutdown(is_stopping: Callable[[], bool], stop: Callable[[int], None]) -> Iterator[None]:
-    """Within, the first signal calls ``stop`` with its number, and a signal while ``is_stopping`` ends the process at once.
+    """Within this context the first signal calls ``stop`` with its number; a signal while ``is_stopping`` kills the process.
 
     Only the main thread receives signals: in another thread this does nothing.
     """
@@ -33,7 +33,7 @@ def graceful_shutdown(is_stopping: Callable[[], bool], stop: Callable[[int], Non
 
 @contextmanager
 def signal_handlers(on_signal: Callable[[int], None]) -> Iterator[None]:
-    """Within, both signals call ``on_signal`` with their number; afterwards the previous handlers are restored."""
+    """Within this context both signals call ``on_signal`` with their number; afterwards the previous handlers are restored."""
 
     def handler(number: int, frame: FrameType | None) -> None:
         on_signal(number)

@@ -1,9 +1,9 @@
 """The key-value store in which ranks meet. Entries are signed: what another program writes there is ignored.
 
 torch's store has no access control. On one machine it listens on the loopback address only, and the launcher passes a secret to
-the ranks (`SECRET`), which other users of the machine can't read. What they delete or overwrite, its writer restores with its
-next heartbeat, or while it waits; they can slow a run down or stop it with an error, but not change what it computes. With
-torchrun there is no secret: whoever can reach the address that it listens on can write to it.
+the ranks (`SECRET`), which other users of the machine can't read. If they delete or overwrite an entry, its writer restores it
+with its next heartbeat, or while it waits; they can slow a run down or stop it with an error, but not change what it computes.
+With torchrun there is no secret: whoever can reach the address that it listens on can write to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RETRY_S = 0.05
 RESTORE_S = 0.5
 """How often a waiting rank restores its own entries."""
 UNREAD = 8
-"""The last entries that a rank wrote may not have been read yet."""
+"""How many of the last entries that a rank wrote may not have been read yet."""
 
 
 class SignedStore:
@@ -50,7 +50,7 @@ class SignedStore:
         self.store.set(key, self._written[key])  # type: ignore[arg-type]
 
     def restore(self) -> None:
-        """Writes those of this rank's entries again that another program has deleted, or overwritten before they were read."""
+        """Rewrites the entries of this rank that another program has deleted, or overwritten before they were read."""
         entries = tuple(self._written.items())
         is_complete = self.store.check([key for key, _ in entries])  # one request, as this is called twice a second
         for key, signed in entries[-UNREAD:] if is_complete else entries:

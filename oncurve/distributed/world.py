@@ -101,7 +101,7 @@ class World:
         """Collective: fills each tensor, in place, from the shards (`local_slice`) of all ranks."""
 
     def padding_passes(self, passes: int) -> int:
-        """Collective: the dummy passes that this rank must add to its ``passes`` to stay in step with the rank that has most.
+        """Collective: the dummy passes that this rank must add to its ``passes`` to stay in step with the rank that runs most.
 
         0 unless every forward pass is a collective (FSDP).
         """

@@ -1,7 +1,7 @@
 """What an engine is, what it is asked for, and which one samples for a recipe.
 
 Three classes implement `Engine`: `NativeEngine` decodes in this process, `VllmEngine` in a vLLM process, and `RemoteEngine`
-(cluster) in sampler processes on other nodes.
+(cluster) in sampler processes on other nodes. `AgentEngine` (agent_programs) wraps one of them to run agents.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.records import Bools, Episode, Floats, Group, Ints, Prompt, StopReason
 
 SLOTS_CPU, SLOTS_GPU = 128, 512
-"""Completions decoded at once if the recipe sets no number."""
+"""The most completions decoded at once if the recipe sets no number."""
 MAX_WIDTH = 8
 """The most rows of a completion in a step: its last token and 7 drafted ones."""
 MAX_EARLIER = 4
-"""The most answers from earlier calls in which a prompt's drafts are looked for."""
+"""Drafts for a prompt are looked for in at most this many answers from earlier calls."""
 MAX_REMEMBERED = 16_000_000
 """The most tokens of all answers that are kept for drafts in later calls: 64 MB."""
 MAX_ROWS_CPU, MAX_ROWS_GPU = 32, 512
@@ -36,7 +36,8 @@ MAX_ROWS_CPU, MAX_ROWS_GPU = 32, 512
 class SampleKey:
     """The seed and step from which, with a prompt's id and a sample's index, all random numbers of a completion follow.
 
-    Samples are numbered from ``first``: a group that is extended later has the random numbers of a larger group.
+    Samples are numbered from ``first``. A group that is extended later thus gets the random numbers of a group that was sampled
+    at the full size at once.
     """
 
     seed: int
@@ -122,10 +123,10 @@ class SampleRequest:
 
 @dataclass(frozen=True, slots=True)
 class PassCounts:
-    """What forward passes of a sampler have done: ``rows`` of one token each that were computed, ``drafted`` tokens, how many
-    of those were ``accepted``, and ``passes`` by sequence. A pass samples one token of each sequence, and one more for each
-    drafted token that it accepts. For prompts that continue earlier ones: tokens that were ``prefilled``, and those that were
-    ``kept`` in the KV cache."""
+    """What forward passes of a sampler have done: ``rows`` computed (a row is one token), ``drafted`` tokens, how many of those
+    were ``accepted``, and ``passes``, counted once per sequence. A pass samples one token of each sequence, and one more for
+    each drafted token that it accepts. For prompts that continue earlier ones: tokens that were ``prefilled``, and those that
+    were ``kept`` in the KV cache."""
 
     rows: int = 0
     drafted: int = 0
@@ -180,7 +181,8 @@ class Engine(Protocol):
     counts: PassCounts
     """Of all passes so far; 0 if the engine does not count them."""
     answers: dict[str, tuple[Ints, ...]]
-    """By prompt, its last answers, in which drafts are looked for; those sampled last come last. Bits do not depend on them."""
+    """By prompt id, its latest answers, in which drafts are looked for. The prompt sampled last comes last. Bits do not depend
+    on them."""
     replies: ReplyStore | None
     """If set, what environments answer is stored there, and finished episodes are replayed from it."""
     records_routing: bool
@@ -245,8 +247,8 @@ def default_slots(device: torch.device, completions: int) -> int:
 
 def draft_width(draft: Draft, slots: int, device: torch.device) -> int:
     """Rows of a slot in each step: 1 without drafts, else as many as the device's limit allows. It is a function of recorded
-    settings alone, because steps of other shapes round differently. `auto` has no drafts: rows that are not accepted cost time.
-    The C functions, whose bits do not depend on the number of rows, need no width."""
+    settings alone, because steps of other shapes round differently. `auto` counts as no drafts, because rows that are not
+    accepted cost time. This does not concern the C functions: their bits do not depend on the number of rows."""
     return 1 if draft in ("off", "auto") else min(MAX_WIDTH, max(1, max_rows(device) // slots))
 
 

@@ -1,6 +1,6 @@
 """A conversation of one model with its environment, sampled turn by turn outside a group: what `chat` and `serve` run.
 
-Whoever samples asks for the tokens of a turn, and hands them in; the tools' results become tokens that follow it. As in
+The caller samples the tokens of a turn and passes them to `answer`; `add` returns the tokens of the tools' results. As in
 training, what the model wrote is never encoded again.
 """
 

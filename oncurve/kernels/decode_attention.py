@@ -14,8 +14,8 @@ tiles, so a page is read once for all of them, and each attends to the positions
 What a program computes for a query depends on its own page and that query alone, and a page that is not there is not added: a
 completion's bits depend neither on its neighbours, nor on what was drafted, nor on the size of the launch.
 
-The cache is [pages, layers, 2, K, PAGE, d]. A table lists up to R members: slots that share a prompt. A slot whose suffix
-length is −1 is idle, and so is such a row.
+The cache is [pages, layers, 2, K, PAGE, d]. A table lists up to R members: slots that share a prompt. A slot or row whose
+suffix length is −1 is idle.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 

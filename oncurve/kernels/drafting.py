@@ -21,7 +21,7 @@ from torch import Tensor
 
 MIN_MATCH = 2
 MAX_MATCH = 8
-"""A draft follows the longest match of at least and at most this many tokens."""
+"""A draft follows the longest match of at least MIN_MATCH and at most MAX_MATCH tokens."""
 _MATCH = tl.constexpr(MAX_MATCH)
 _SPAN = tl.constexpr(1 << 26)  # a match is its length · 2^26 + where it ends
 _LEAST = tl.constexpr(MIN_MATCH << 26)

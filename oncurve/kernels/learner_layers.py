@@ -327,7 +327,8 @@ def _expand(base, low, b, bias, out, tiles, rows, stride_base, stride_low, strid
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """``table`` [tiles, 4], in units: first column, end, where in u its adapter begins (below 0: none), in B its first row."""
+    """``table`` [tiles, 4], in units: a tile's first column, its end, where its adapter begins in u (below 0: none), and its
+    first row in B."""
 
     table: Tensor
     unit: int

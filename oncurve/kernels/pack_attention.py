@@ -1,11 +1,11 @@
-"""Attention inside a pack [prompt | completion 1 | … | completion G | next prompt …], forward and backward, one launch each.
+"""Attention inside a pack [prompt | completion 1 | … | completion G | next prompt …]: one launch forward, three backward.
 
 In pack indices a query q attends to a key k if k ≤ q < end(k): end is the group's end for a prompt's key, and the completion's
 end for a completion's. So a query block goes over its prompt's keys and then its own, with one running softmax over both; a key
 block goes over one contiguous range of queries. A prompt's keys are stored once for all of its completions.
 
 Backward, with P = exp(S − lse) and δ = Σ dO·O: dV = Pᵀ dO, dS = P ∘ (dO Vᵀ − δ), dQ = dS K, dK = dSᵀ Q (FlashAttention-2, arXiv
-2307.08691). dQ and dK, dV are two launches, so that nothing is added with atomics.
+2307.08691). δ, dQ, and dK with dV are three launches, so that nothing is added with atomics.
 
 On Hopper and later GPUs tiles of long packs are copied by the tensor memory accelerator (TMA): the tensors q, k, v and dO are
 passed as descriptors, and a tile is one instruction. Rows past a segment's end are then real rows of another segment instead of
@@ -43,7 +43,8 @@ class PackTiles:
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Tiles of the three launches. A key block's size is a multiple of the query block's in ``keys_backward``."""
+    """Tiles of the forward launch, of dQ, and of dK with dV. In ``keys_backward`` the size of a key block is a multiple of the
+    query block's."""
 
     forward: PackTiles
     queries_backward: PackTiles

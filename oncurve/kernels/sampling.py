@@ -1,18 +1,19 @@
 """Token sampling on the GPU in two passes: statistics of each tile of the vocabulary, then one program per slot.
 
 A token is sampled by inverting the cumulative distribution at the slot's uniform, as in ``oncurve/engines/token_sampling.py``:
-tiles are added in float64, and tokens within the tile in which the uniform falls in float32. The uniform is that of
-``oncurve/rng.py``, computed here from the slot's key and position. Log-probs are float32: at the sampling temperature, as
-sampled (end tokens banned before the minimum length), and at temperature 1. A slot of suffix length −1 is idle.
+the masses of tiles are summed in float64, then those of the tokens within the chosen tile in float32. The uniform is that of
+``oncurve/rng.py``, computed here from the slot's key and position. Three log-probs of each token are stored in float32: at the
+sampling temperature, as sampled (end tokens banned before the minimum length), and at temperature 1. A slot of suffix length −1
+is idle.
 
 Token sampling with per-slot parameters, for `oncurve serve`.
 
-The same sampling as in ``sampling.py``, with temperature, minimum length and truncation read from the device by slot, so that
-one captured step serves all requests. A program reads its own slot alone: a request's settings change no bit of another's.
+The same sampling as above, with temperature, minimum length and truncation read from the device by slot, so that
+one captured step serves all requests. A program reads only its own slot, so a request's settings change no bit of another's.
 
 Top-k, top-p and min-p keep the first tokens in the order of their logits; top-p counts the mass of what top-k leaves. The last
 logit that is kept is found without a sort, by bisection: each pass over the row halves the interval in which it lies, until one
-value is left. Equal logits are kept in the order of their ids, as a stable sort has it.
+value is left. Equal logits are kept in the order of their ids, as by a stable sort.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -37,8 +38,8 @@ class Slots:
 
     ``token`` was sampled last, ``suffix_length`` counts the tokens before it (−1: idle), ``limit`` is the maximum length, and
     ``key`` seeds the slot's random numbers. ``sampled`` [C, S] and ``logps`` [C, 3, S] are rings: position p is written at
-    p mod C. ``forced`` [S, T] holds tokens that replace the sampled one, −1 if in_range is none; T is 0 if no tokens are ever
-    forced.
+    p mod C. ``forced`` [S, T] holds tokens that replace the sampled ones, −1 at positions without one; T is 0 if no tokens are
+    ever forced.
     """
 
     token: Tensor
@@ -209,7 +210,7 @@ def _write_tokens(token, logp, token_S, suffix_length, limit, sampled_ring, logp
 
 
 def sample_tokens(logits_SV: Tensor, slots: Slots, is_end_V: Tensor, rule: SamplingRule) -> None:
-    """Sample a token for every slot that is not idle and advance it. Logits come before the model's scale and soft cap."""
+    """Sample a token for every slot that is not idle and advance it. ``logits_SV`` lack the model's scale and soft cap."""
     S, V = logits_SV.shape
     tile = min(TILE, triton.next_power_of_2(V))
     tiles = triton.cdiv(V, tile)
@@ -355,7 +356,7 @@ def _cut(logits, suffix_length, is_end, temperature, top_p, min_p, top_k, min_to
          cut_at, V, scale, softcap, TILE: tl.constexpr, TILES: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr,
          SOFTCAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """The threshold of a slot's truncation: tokens above ``cut`` are kept, and those equal to it up to the id ``cut_at``.
-    Writes the mass of each tile that is left."""
+    Writes the mass that is left in each tile."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)
@@ -441,7 +442,7 @@ def _sample_per_slot(logits, temperature, min_of, tops, full, raw, kept, best, b
             limit, key, sampled_ring, logps, forced, is_end, slots, V, scale, softcap,
             C: tl.constexpr, FORCED: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, SCALE: tl.constexpr,
             SOFTCAP: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
-    """As ``_sample_tokens`` of sampling.py, among the tokens that are kept."""
+    """As ``_sample_tokens``, among the tokens that are kept."""
     if PDL:
         tl.extra.cuda.gdc_wait()
     slot = tl.program_id(0)

@@ -85,7 +85,7 @@ def attention_forward(
             raise unsupported(type(module).__name__, f"an argument of its own ({name})")
     attention_context: AttentionContext | None = CONTEXT.get()
     if attention_context is None:
-        raise unsupported(type(module).__name__, "a forward outside of a pass of ours")
+        raise unsupported(type(module).__name__, "a call outside of Oncurve's own passes")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     layer = module.layer_idx
     assert isinstance(layer, int)

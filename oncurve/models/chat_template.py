@@ -68,7 +68,7 @@ def _format_tool_turn(policy: Policy, prompt: Prompt, results: Sequence[Message]
     of the next assistant turn.
 
     It is what these messages add to a dummy chat in which the assistant has called the tools. If the template writes that chat
-    in another way once results follow, it gets one without the calls.
+    differently once results follow, a dummy chat without the calls is tried.
     """
     options: dict[str, Any] = {"tokenize": False, **policy.template_options}
     if prompt.tools:
@@ -103,7 +103,7 @@ def encode_following(
     *,
     ended: bool,
 ) -> list[int]:
-    """The tokens from the policy's turn, the last message of ``before``, to its next, if the messages ``after`` come between.
+    """The tokens between the policy's turn (the last message of ``before``) and its next turn, with the messages ``after``.
 
     They close the turn, write these messages, and start the next turn. ``ended``: the turn's tokens include its end token.
     """
@@ -180,7 +180,7 @@ def _encode_answer(policy: Policy, example: Example) -> Ints:
             prompt.id,
             "the model's chat template can't write the tool calls or the reasoning of its answer",
             because="what it writes of them does not follow the prompt, or has no end token",
-            fix="write them into the answer's content, as the model is to write them",
+            fix="write them into the answer's content, in the form that the model should write",
         )
     ids = policy.tokenizer(text[: ends[end_id]], add_special_tokens=False)["input_ids"]
     return np.asarray([*ids, end_id], np.int64)

@@ -2,7 +2,7 @@
 
 A result is stored in the user's cache folder under a key of everything that it depends on: the weights (a few values of every
 tensor), names, shapes and dtypes of tensors (so adapters and quantisation too), the model's config and code, the device, our
-own source code, and the versions of Python packages. A change of any of them checks the model again.
+code that runs models, and the versions of torch, transformers and Oncurve. If any of them changes, the model is checked again.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _sample_values(tensor: Tensor) -> Tensor:
 
 
 def _code_hash(kind: type[PreTrainedModel]) -> str:
-    """Of the file that defines a model: one that brings its own code may change it and keep its weights."""
+    """A digest of the file that defines a model: a model with code of its own may change the code and keep its weights."""
     try:
         file = inspect.getsourcefile(kind)
         return "" if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
@@ -88,7 +88,7 @@ def _code_hash(kind: type[PreTrainedModel]) -> str:
 
 @cache
 def _source_hash() -> str:
-    """Of the code that decides how a model is run: an edited checkout has the version of the release before it."""
+    """A digest of our code that runs models: an edited checkout still has the version of the last release."""
     root = Path(oncurve.__file__).parent
     files = sorted(file for name in SOURCES for file in (root / name).rglob("*") if file.suffix in (".py", ".c", ".h"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]

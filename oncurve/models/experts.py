@@ -93,7 +93,8 @@ def routed(routing: RoutingPass | None) -> Iterator[None]:
 
 @contextmanager
 def rearranged(source_N: Tensor, predicted_M: Tensor) -> Iterator[None]:
-    """Within this context, token n of a pass is token ``source_N[n]`` of the pack; its targets follow from ``predicted_M``."""
+    """Within this context, token n of a pass is token ``source_N[n]`` of the pack, and ``predicted_M`` holds the
+    tokens from which targets are predicted."""
     routing = _PASS.get()
     if routing is not None:
         routing.predicted_M = predicted_M
@@ -209,7 +210,7 @@ def _can_tile(module: Any) -> bool:
 def _run_tiles(module: Any, hidden_ND: Tensor, chosen_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
     k, chosen_n = chosen_Nk.shape[1], chosen_Nk.flatten()
     names = ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
-    matrices = [_Matrices.of(module, name) for name in names]  # an adapter computes them whenever they are read
+    matrices = [_Matrices.of(module, name) for name in names]  # read once: an adapter recomputes them on every access
     counts = torch.bincount(chosen_n, minlength=module.num_experts).tolist()
     out_nD = hidden_ND.new_empty(len(chosen_n), hidden_ND.shape[1])
     for expert, rows in enumerate(torch.split(chosen_n.argsort(stable=True), counts)):

@@ -1,8 +1,8 @@
 """The general path: a model through transformers' own forward and cache, for families that our attention can't represent.
 
-Layers with a recurrent state (Mamba, RWKV, xLSTM), attention outside of transformers' interface (Falcon, BLOOM, GPT-J) and
-masks that only transformers builds all run here. It is slower than the paths through our attention but equally exact:
-log-probs are those of the model's plain forward.
+Recurrent layers that `recurrent_layers` can't run (Mamba 1, RWKV, xLSTM), attention outside of transformers' interface (Falcon,
+BLOOM, GPT-J) and masks that only transformers builds all run here. It is slower than the paths through our attention but
+equally exact: log-probs are those of the model's plain forward.
 
 - **Learner.** Each completion is forwarded with its prompt as one right-padded row. In a causal model the padding changes
   nothing before it, so no mask is needed. The prompt is not shared between completions.

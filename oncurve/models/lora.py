@@ -27,7 +27,7 @@ from oncurve.recipe.schema.model import Lora
 CONFIG, WEIGHTS, BASE = "adapter_config.json", "adapter_model.safetensors", "oncurve-base.json"
 ALL_LINEAR = "all-linear"
 FINGERPRINT = "oncurve_base"
-"""The attribute of a model with an adapter that has the fingerprint of its base. Some adapters (PiSSA, OLoRA …) change the
+"""The attribute in which a model with an adapter stores the fingerprint of its base. Some adapters (PiSSA, OLoRA …) change the
 base's weights when they are added."""
 
 
@@ -94,7 +94,7 @@ def attach(model: Any, settings: Lora, seed: int, base: str) -> None:
 
 
 def _not_really_linear(model: nn.Module) -> list[str] | None:
-    """Linear layers that a family derives its own from, such as the router of Llama 4: their output is not that of a matrix."""
+    """Layers of a family's own nn.Linear subclasses, such as the router of Llama 4: their output is no plain matrix product."""
     named = model.named_modules()
     return [
         name for name, m in named if isinstance(m, nn.Linear) and type(m).__module__.startswith("transformers.models")
@@ -171,7 +171,7 @@ def can_share_base(folder: Path) -> bool:
 
 
 def is_linear(model: nn.Module) -> bool:
-    """Whether all adapters are of linear layers, which only read their base. (Those of experts replace it in each pass.)"""
+    """Whether all adapters are on linear layers, which only read the base. (Those on experts replace weights in each pass.)"""
     return all(isinstance(layer.base_layer, nn.Linear) for layer in _adapted_layers(model))
 
 

@@ -132,7 +132,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _in_log2(sinks_H: Tensor) -> Tensor:
-    """As a column, in the kernels' units of log 2."""
+    """The sinks as a column, in the kernels' units of log 2."""
     return sinks_H.float()[:, None] * math.log2(math.e)
 
 

@@ -45,10 +45,11 @@ CHECK = "oncurve_check"
 class Policy:
     """A causal language model split into backbone (with our attention) and chunked LM head, with its tokenizer.
 
-    The model is checked when it is wrapped (`oncurve.models.self_check`). Our attention must give the log-probs of its own
-    plain forward, else it takes the general path; the LM head read from the config must give its own logits, else its own
-    head is called. A model that neither path computes is refused. ``compiled`` allows the C functions on a CPU. ``fused``
-    allows the fast paths, which move the weights; a model that shares them with another one runs its own modules.
+    The model is checked when it is wrapped (`oncurve.models.self_check`). If our attention does not give the log-probs of the
+    model's own plain forward, the model takes the general path. If the LM head as read from the config does not give the
+    model's own logits, the model's own head is called. A model that neither path computes is refused. ``compiled`` allows the C
+    functions on a CPU. ``fused`` allows the fast paths, which move the weights; a model that shares them with another one runs
+    its own modules.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ class Policy:
 
     @property
     def head_chunk_tokens(self) -> int:
-        """Tokens whose logits the head holds at once. With no more tokens than this, it keeps them for the backward pass."""
+        """Tokens whose logits the head holds at once. A pack with no more tokens can keep its logits for the backward pass."""
         return head_chunk_tokens(self.head.weight_VD)
 
     @contextmanager
@@ -266,8 +267,8 @@ class Policy:
                 prompt.id,
                 "messages for a model without a chat template",
                 because="the tokenizer does not define how roles are written",
-                fix="use a chat model (for the built-in one, --set model.tiny.chat=true), or plain text: for a task's prompts "
-                "--set task.chat=false, for a file by its columns",
+                fix="use a chat model (for the built-in one, --set model.tiny.chat=true), or plain-text prompts: "
+                "--set task.chat=false, and in a file texts instead of lists of messages",
             )
         messages = with_system_prompt(self, prompt.messages or ())
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.template_options}
@@ -351,7 +352,7 @@ def run_backbone(policy: Policy, input_ids: Tensor, position_ids: Tensor, attent
 
 
 def _find_backbone(model: PreTrainedModel) -> nn.Module:
-    """The module between token ids and the head. A few models name it otherwise than their base class says (Llama 4)."""
+    """The module between token ids and the head. In a few models it has another name than the base class says (Llama 4)."""
     backbone: nn.Module = model.base_model
     if backbone is model:
         backbone = getattr(model, "model", model)
@@ -417,7 +418,7 @@ def dummy_passes(policy: Policy, passes: int, forward: Callable[[Pack], object] 
 
 
 def _layer_configs(model: PreTrainedModel) -> Sequence[Any]:
-    """A config for each layer if layers differ (Gemma 4), else the model's one."""
+    """A config for each layer if layers differ (Gemma 4), else the model's only config."""
     config = model.config.get_text_config()
     return config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
 

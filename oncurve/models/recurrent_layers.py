@@ -34,7 +34,7 @@ MAMBA2_STEP = "mamba2_selective_state_update"
 
 
 NO_LIMIT = (0.0, float("inf"))
-"""Limits of a step size, which is positive anyway."""
+"""Limits that clamp nothing: a step size is positive anyway."""
 
 
 class LayerState:

@@ -115,7 +115,7 @@ class _FrozenCopy:
 
 
 class _SwappedWeights:
-    """Weights in CPU memory (or this rank's shards) that replace the policy's for a pass. The policy's return bit for bit."""
+    """Weights in CPU memory (or this rank's shards) that replace the policy's for a pass. Those are restored bit for bit."""
 
     def __init__(self, policy: Policy, clone: Callable[[Tensor], Tensor]) -> None:
         self._policy, self._clone = policy, clone
@@ -160,7 +160,7 @@ class _AdapterSnapshot:
         self._weights = _clone_adapter(policy)
 
     def weights(self) -> dict[str, Tensor]:
-        """The snapshot, to be changed in place. A disabled adapter is one with B = 0 and any A."""
+        """The snapshot, to be changed in place. A disabled adapter equals one with B = 0 and any A."""
         if self._weights is None:
             self._weights = _clone_adapter(self._policy)
             for name, weight in self._weights.items():
@@ -197,7 +197,7 @@ def _copy_weights(live: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> 
 
 
 def _clone_to_cpu(weight: Tensor) -> Tensor:
-    """A copy in CPU memory; of a GPU tensor in pinned memory, which is faster to copy back."""
+    """A copy in CPU memory. For a GPU tensor it is in pinned memory, which is faster to copy back."""
     out = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=weight.device.type == "cuda")
     return out.copy_(weight.detach())
 

@@ -43,18 +43,18 @@ WINDOW = 8
 ROUNDINGS = 4.0
 """Two computations count as equal if they differ by at most this many times what a rounding of the embeddings changes."""
 LEAST_TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-8}
-"""In nats: a recurrence in chunks and one token by token differ by about 1e-5 in float32."""
+"""In nats. In float32, a recurrence run in chunks and the same one run token by token differ by about 1e-5."""
 LEAST_TOLERANCE_16BIT = 1e-2
 STATE_ROUNDINGS = 1.8
-"""The same for hidden states. The fast paths are off by 0.7 to 1.2 times as much with the weights of two pretrained models in
-bfloat16; if the scale of attention is wrong by a tenth, they are off by 2.2 to 2.9 times as much."""
+"""As `ROUNDINGS`, for hidden states. With the weights of two pretrained models in bfloat16, the fast paths are off by 0.7 to
+1.2 times what a rounding of the embeddings changes; if the scale of attention is wrong by a tenth, by 2.2 to 2.9 times."""
 LEAST_STATE_TOLERANCE = {torch.float32: 2e-5, torch.float64: 2e-5}
 LEAST_STATE_TOLERANCE_16BIT = 1e-2
 SENSITIVITY = 3.0
 """If the context moves log-probs by less than this many tolerances, the weights can't reveal a difference."""
 
 RECURRENCE = {torch.float32: 1e-4, torch.float64: 1e-4}
-"""How far a recurrent layer token by token may be from the same layer at once, relative to its largest output."""
+"""How far a recurrent layer run token by token may be from the same layer run at once, relative to its largest output."""
 RECURRENCE_16BIT = 5e-2
 RECURRENCE_COPY = 1e-3
 """The same for a copy in float32: kernels may multiply with less precision."""
@@ -87,7 +87,7 @@ class SelfCheck:
     conclusive: bool = False
     """False if the weights are too uniform to tell a wrong forward from a right one."""
     sampler_difference: float | None = None
-    """The same for what the sampler samples; None until an engine has been compared."""
+    """As ``difference``, for the sampler's log-probs; None until an engine has been compared."""
     own_attention: str = ""
     """The name of the model's own attention in transformers."""
     seconds: float = 0.0
@@ -209,7 +209,8 @@ def _layers_problem(policy: Policy) -> str | None:
 
 
 def _recurrence_problem(policy: Policy) -> str | None:
-    """A recurrent layer must give the same outputs for a sequence at once, as the learner runs it, and token by token.
+    """Why a recurrent layer is wrong, or None if it isn't: it must give the same outputs for a sequence at once, as the learner
+    runs it, and token by token.
 
     In 16 bits rounding hides errors of some percent, so a copy in float32 is compared as well.
     """
@@ -351,9 +352,9 @@ def _check_head(policy: Policy) -> None:
 
 
 def _differs_far_out(policy: Policy, hidden: Tensor, theirs: Tensor) -> bool:
-    """Whether the model's own head differs for larger hidden states: a soft cap that the config names otherwise hardly changes
-    small logits, and in 16 bits even those of a trained model. False if the own head can't be called by itself: the forward of
-    OPT, for one, does not call the backbone."""
+    """Whether the model's own head differs from ours for larger hidden states. A soft cap under a name that we do not know
+    hardly changes small logits, and in 16 bits it hardly changes even those of a trained model. False if the model's own head
+    can't be called by itself: OPT's forward, for one, does not call the backbone."""
     far = hidden * max(1.0, FAR_LOGIT / max(float(theirs.abs().max()), 1e-6))
     try:
         near_theirs, far_theirs = (own_logits(policy.model, policy.backbone, states).float() for states in (hidden, far))
@@ -443,7 +444,7 @@ def _is_conclusive(policy: Policy, pack: Pack, logps_M: Tensor) -> bool:
 
 
 def _plain_logps(policy: Policy, pack: Pack, *, with_prompt: bool = True, only_last: bool = False) -> Tensor:
-    """Log-probs of a pack's targets, each completion forwarded by itself; without its prompt, after its last token only."""
+    """Log-probs of a pack's targets, each completion forwarded alone: after its prompt, or after its last token only."""
     logps, targets = [], torch.split(pack.target_M, list(pack.lengths))
     spans = list(zip(pack.spans, targets, strict=True))
     for (prompt_start, prompt, start, inputs, _), target_T in spans[-1:] if only_last else spans:

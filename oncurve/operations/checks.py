@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 OPTIONAL_CHECK = "optional parts"
-"""The name of doctor's checks of optional packages: a note is a feature and the command that installs it."""
+"""The name of doctor's checks of optional packages: a note names a missing feature and the command that installs it."""
 CheckStatus = Literal["ok", "note", "wrong"]
 
 

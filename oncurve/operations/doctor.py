@@ -134,7 +134,7 @@ def _compiler() -> Check:
 
 
 def _check_training(device: str, description: str) -> Check:
-    """Samples, updates and samples again, twice: sampler and learner must agree, and both times give the same bits."""
+    """Samples, updates and samples again, twice: sampler and learner must agree, and both times must give the same tokens."""
     name = f"training on {device}"
     try:
         (ids, gap), (repeated, _) = _run_steps(device), _run_steps(device)

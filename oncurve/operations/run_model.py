@@ -140,7 +140,7 @@ def _resolve_base(settings: Model, of_run: RunTarget | None) -> _OverBase | None
 def _load_over_base(over: _OverBase, bases: dict[str, Policy | None]) -> Policy | None:
     """The adapter over its base, or the base itself. ``bases`` has the loaded ones, and gets a new one.
 
-    None if the model must be loaded by itself: a finished run has its merged model, also if its base is gone or has changed,
+    None if the model must be loaded by itself: a finished run has its merged model, even if its base is gone or has changed,
     and adapters of experts replace the base's weights in each pass.
     """
     key = over.base.model_dump_json()
@@ -160,7 +160,7 @@ def _load_over_base(over: _OverBase, bases: dict[str, Policy | None]) -> Policy 
 
 
 def _load_merged(target: str, runs_dir: Path) -> LoadedModel:
-    """A model with any adapter merged if its passes would merge it each time: once is enough if it is not trained."""
+    """A model that is not trained. If each of its passes would merge its adapter, the adapter is merged once, here."""
     loaded = load_model(target, runs_dir)
     fast = loaded.policy.fast_backbone
     if fast is None or fast.joins_lora or not lora.is_attached(loaded.policy.model):
@@ -264,8 +264,8 @@ def load_trained_environment(
 
 
 def _identity(environment: Environment | StatefulEnvironment | None) -> object:
-    """Equal for environments that reply alike: a task shares one with tools, and may create another of the pure form for each
-    prompt."""
+    """Equal for environments that reply alike: a task's prompts share one environment with tools, but each may have its own of
+    the pure form."""
     return id(environment) if isinstance(environment, ToolEnvironment) else type(environment)
 
 

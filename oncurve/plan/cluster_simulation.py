@@ -107,7 +107,7 @@ class Lengths:
 
 @cache
 def _scale(mean_length: float, limit: int) -> float:
-    """The λ for which min(X, limit) has the given mean, λ·(1 − e^(−limit/λ)), by bisection."""
+    """The mean λ of an exponential X for which min(X, limit) has the given mean, λ·(1 − e^(−limit/λ)); found by bisection."""
     low, high = mean_length, 1000.0 * limit
     for _ in range(60):
         middle = math.sqrt(low * high)
@@ -328,7 +328,7 @@ class Asynchronous:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number of GPUs, synchronous (``together``) and asynchronous (``apart``, None for one GPU). Fields are JSON keys."""
+    """The results for one number of GPUs: synchronous (``together``), asynchronous (``apart``, None for one GPU). JSON keys."""
 
     gpus: int
     together: SimulationResult

@@ -74,7 +74,7 @@ class Job:
     optimiser_on_cpu: bool = False
     reference_on_cpu: bool = False
     mixes_reference: bool = False
-    """The reference is a mean of the policy, in float32 next to its 16-bit weights."""
+    """The policy is mixed into the reference, which keeps float32 means next to its 16-bit weights."""
     sharding: Sharding = "none"
     gather: bool = True
     tensor: int = 1
@@ -113,7 +113,7 @@ class Job:
 
     @property
     def rank_prompts(self) -> int:
-        """Prompts of the GPU that has most."""
+        """Prompts of the GPU that has the most."""
         return math.ceil(self.prompts / self.gpus)
 
     @property

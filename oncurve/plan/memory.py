@@ -143,7 +143,7 @@ def _resident(job: Job) -> dict[str, float]:
 
 
 def _teacher(job: Job) -> float:
-    """A teacher's weights, which are not sharded; only its head if the others are in CPU memory. And the hidden states from
+    """A teacher's weights, which are not sharded (only its head's if the others are in CPU memory), and the hidden states from
     which it predicts the step's tokens."""
     shape = job.teacher
     if shape is None:
@@ -255,7 +255,7 @@ def _phases(job: Job) -> dict[str, dict[str, float]]:
 
 
 def _update_peak(job: Job) -> dict[str, float]:
-    """The larger of two moments: the LM head's chunk of logits at the end of the forward pass, or a layer's gradients."""
+    """The larger of two peaks: the LM head's chunk of logits at the end of the forward pass, or a layer's gradients."""
     if job.does.curvature:
         return {"activations": activation_bytes(job.shape, job), "lm head": curvature_tables(job)}
     saved = _saved_bytes(job.shape, job)

@@ -311,7 +311,7 @@ def _first_int(config: Mapping[str, Any], names: Sequence[str]) -> int:
 
 
 def _head_size(config: Mapping[str, Any], heads: int) -> int:
-    """Of a key in the KV cache. Latent attention stores keys and values of all heads, at the width of a query."""
+    """The size of a key in the KV cache. Latent attention stores keys and values of all heads, at the width of a query."""
     if _is_latent(config):
         return int(config["qk_nope_head_dim"]) + int(config.get("qk_rope_head_dim") or 0)
     return _int(config.get("head_dim")) or (int(config["hidden_size"]) // heads if heads else 0)
@@ -347,7 +347,7 @@ def _value(settings: Any, key: str) -> Any:
     """None if transformers' config lacks it, or raises because layers differ in it (`head_dim` of Gemma 4)."""
     try:
         return getattr(settings, key, None)
-    except Exception:  # its class is new in some version of transformers
+    except Exception:  # the exception's class exists in newer versions of transformers only
         return None
 
 
@@ -358,7 +358,7 @@ def _modules(settings: Any) -> Any:
 
     try:
         with torch.device("meta"):
-            # Another attention looks at its mask, which has no values here.
+            # Other attention implementations read the mask, which has no values on the meta device.
             model = AutoModelForCausalLM.from_config(settings, dtype=torch.bfloat16, attn_implementation="eager")
         model.tie_weights()
     except Exception:  # whatever a family's own code raises for a config that it can't read

@@ -67,7 +67,7 @@ class Plan:
     @property
     def least(self) -> int:
         """What the job needs: its peak with the smallest KV cache and, if checkpointing is `auto`, with every layer
-        checkpointed. A larger KV cache and activations take memory that is free."""
+        checkpointed. If more memory is free, the KV cache and activations use it."""
         job = _with_least_activations(self.job)
         kv_minimum = ceil(min_kv_pool(job))
         phases = memory_of(job).phases
@@ -185,8 +185,8 @@ def _largest_fitting(with_value: Callable[[int], Job], limit: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ScalingPoint:
-    """The job with one setting changed. ``asked``: the job's own value. Without ``fits`` the times mean nothing. Fields are
-    JSON keys."""
+    """The job with one setting changed. ``asked``: whether this is the job's own value. If ``fits`` is False, the times mean
+    nothing. Fields are JSON keys."""
 
     what: str
     value: str

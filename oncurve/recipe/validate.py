@@ -290,7 +290,7 @@ def _check_prompts_for_ranks(recipe: Recipe, stage: RolloutStage) -> Problems:
 
 def _check_temperature(recipe: Recipe, stage: RolloutStage) -> Problems:
     if stage.sampling.temperature == 0:
-        because = "greedy completions of one prompt are all the same, so no group has a signal"
+        because = "greedy completions of one prompt are all the same, so a group holds only one answer"
         key = f"{stage.label}.sampling.temperature"
         fix = "use 1, which samples the policy itself; evaluation.temperature may be 0"
         yield RecipeError(key, 0, because=because, fix=fix)
@@ -328,7 +328,7 @@ def _check_kl_weight(recipe: Recipe, stage: PolicyGradientStage) -> Problems:
 def _check_refresh_mix(recipe: Recipe, stage: PolicyGradientStage) -> Problems:
     if stage.kl.beta and stage.kl.refresh_mix != 1 and not stage.kl.refresh_every:
         because = "the reference is never refreshed, so nothing would be mixed"
-        fix = "set kl.refresh_every (1 for an exponential mean), or remove this"
+        fix = "set kl.refresh_every (1 for an exponential moving average), or remove this"
         yield RecipeError(f"{stage.label}.kl.refresh_mix", stage.kl.refresh_mix, because=because, fix=fix)
     if stage.kl.beta and stage.kl.refresh_mix != 1 and recipe.model.lora is not None and recipe.model.lora.dora:
         because = "the reference starts with the adapter disabled, and a disabled DoRA adapter has no magnitudes to mix with"
@@ -492,7 +492,7 @@ def _check_carry_over(recipe: Recipe, stage: Grpo) -> Problems:
     if not count:
         return
     if count >= stage.prompts_per_step:
-        because = f"a step has {stage.prompts_per_step} groups (prompts_per_step), and the first would train on none"
+        because = f"a step has {stage.prompts_per_step} groups (prompts_per_step), and the first step would train on none"
         yield RecipeError(key, count, because=because, fix=f"use {max(stage.prompts_per_step - 1, 0)} or less")
     elif stage.minibatches > stage.prompts_per_step - count:
         because = f"the first step has {stage.prompts_per_step - count} groups, fewer than the {stage.minibatches} mini-batches"
@@ -524,8 +524,9 @@ def _check_curriculum(recipe: Recipe, stage: Grpo) -> Problems:
     if first is None:
         return
     if not 2 <= first < size:
-        because = f"two completions at least can disagree, and a step has group_size = {size} for each prompt"
-        yield RecipeError(f"{key}.first_samples", first, because=because, fix=f"use {max(2, size // 2)}, or raise group_size")
+        because = f"it takes two completions to disagree, and at least one of group_size = {size} must remain for later"
+        fix = f"use {max(2, size // 2)}, or raise group_size" if size > 2 else "remove it, or use a group_size of 3 or more"
+        yield RecipeError(f"{key}.first_samples", first, because=because, fix=fix)
     if largest is not None and largest < size:
         because = f"a step has group_size = {size} completions for each prompt, and they would not fit"
         yield RecipeError(f"{key}.max_group_size", largest, because=because, fix=f"use {size} or more")

@@ -197,8 +197,8 @@ def _repetition(history: History) -> list[AuditFinding]:
 
 
 def _aspect_alone(history: History) -> list[AuditFinding]:
-    """An aspect that rises while accuracy does not, both on completions that have both: a judge or reward model that the
-    policy exploits. In a mix of tasks, an aspect is thus compared with the accuracy of its own task."""
+    """An aspect that rises while accuracy does not: a judge or reward model that the policy exploits. Both are measured on the
+    completions that have a score for each. In a mix of tasks, an aspect is thus compared with the accuracy of its own task."""
     findings = []
     for name in _aspect_names(history):
         judged = [s for s in history.completions if _aspect(s, name) is not None and history.correctness(s) is not None]

@@ -44,7 +44,7 @@ class Reward(Protocol):
         is_nondeterministic    true if it may return something else next time: its results are then stored with the run, and a
                                repeated step reads them (an asynchronous reward always counts as such)
         log_lines              lines for the run's log
-        set_decoder(decode)    is called with the policy's tokenizer before the first `score`
+        set_decoder(decode)    is called with the policy's function from token ids to text before the first `score`
         set_run_folder(path)   is called with the run's folder before the first `score`
         missing_columns(prompt)  which columns it needs and the prompt lacks, as a text for people; None if it has them all. A
                                reward that no prompt has the columns for is refused before training

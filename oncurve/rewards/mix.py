@@ -131,8 +131,8 @@ class RewardMix:
         return [self._scored_group(group, started[id(group)][1] if self._async_rewards else {}) for group in groups]
 
     def bind(self, decode: Callable[[], Decode], run: Path | None = None) -> None:
-        """Passes the policy's tokenizer to the rewards that read tokens, and the run's folder to the rewards that can use a
-        reward model which a stage of the run trains."""
+        """Passes the policy's decode function to the rewards that read tokens, and the run's folder to the rewards that can use
+        a reward model which a stage of the run trains."""
         token_rewards = [reward for reward in self.rewards if hasattr(reward, "set_decoder")]
         if token_rewards:
             decoder = decode()

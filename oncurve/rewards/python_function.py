@@ -1,7 +1,7 @@
 """The reward `python`: any Python function. Functions written for TRL run unchanged.
 
-A function with a parameter `completions`, `prompts` or `completion_ids` is called once per group, like TRL's: with lists, by
-keyword.
+A function with a parameter `completions`, `prompts`, `completion_ids` or `environments` is called once per group, like TRL's:
+with lists, by keyword.
 
     f(prompts, completions, completion_ids, **columns) -> list of numbers
 
@@ -13,8 +13,8 @@ the prompt, and the others are columns.
 Only arguments in the signature are passed, or all if it ends in `**columns`. For a chat, the prompt is its list of messages,
 and TRL-style completions are lists with one assistant message; with tools, the messages of the complete conversation. A
 parameter `environments` gets the environments that the completions have used. The function may be async. None means that the
-reward does not apply. Two differences from TRL: it calls once per batch, not per group, and treats NaN as None; here NaN is a
-failure.
+reward does not apply. There are two differences: TRL calls a function once per batch, not once per group, and treats NaN as
+None; here NaN is a failure.
 """
 
 from __future__ import annotations

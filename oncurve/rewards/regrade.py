@@ -35,8 +35,8 @@ class Difference:
 class ReplayReport:
     """What changed.
 
-    ``correlation`` is Spearman's within a group, averaged over the ``ranked_groups`` whose rewards differ before and after. In
-    ``turned_groups`` at least one completion's advantage changes sign.
+    ``correlation`` is Spearman's within a group, averaged over the ``ranked_groups``, whose completions have different rewards
+    both before and after. In ``turned_groups`` at least one completion's advantage changes sign.
     """
 
     groups: int

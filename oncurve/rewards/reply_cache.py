@@ -53,7 +53,8 @@ class ReplyCache:
             return self._known.get(key)
 
     def add(self, key: str, reply: str) -> None:
-        """Stores what took long to get, at once if that is possible here. Call it from the thread of the run's database."""
+        """Adds a reply that took long to get. It is stored at once if `load` got a ``write``, else with the step's other new
+        replies. Call it from the thread of the run's database."""
         with self._lock:
             self._known[key] = reply
             if self._write is None:

@@ -110,7 +110,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_file(path: Path) -> bytes:
-    """A file's bytes. Raises OSError, also for what is no plain file: reading from a FIFO would block for ever."""
+    """A file's bytes. Raises OSError if it can't be read or is not a plain file: reading from a FIFO would block for ever."""
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a plain file")

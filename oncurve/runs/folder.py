@@ -73,9 +73,9 @@ class RunState:
     format: int = FORMAT
     oncurve: str = field(default_factory=oncurve_version)
     semantics: int = 1
-    """`SEMANTICS` when the run was created. Runs of before it was recorded have 1."""
+    """`SEMANTICS` when the run was created. Runs from before it was recorded have 1."""
     folder: str | None = None
-    """The folder in which the run was started: relative paths of its recipe are in it. None in older runs."""
+    """The folder in which the run was started: relative paths in its recipe refer to it. None in older runs."""
 
     @classmethod
     def started(cls, name: str, parent: Parent | None = None) -> RunState:

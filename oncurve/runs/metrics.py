@@ -295,7 +295,7 @@ _TABLE = (
         "updates",
         "Largest number of updates between sampling a token of the step and learning from it (asynchronous, or with "
         "carry_over).",
-        "never above scale.max_staleness; with carry_over the most steps that an answer took",
+        "never above scale.max_staleness; with carry_over the most times that an answer was carried over",
         repeatable=False,
         best="lowest",
     ),
@@ -344,7 +344,7 @@ _TABLE = (
     Metric(
         "cg_residual",
         "share",
-        "Relative residual of conjugate gradient for the natural gradient: |g − F x| / |g| (trpo).",
+        "Relative residual of conjugate gradient for the natural gradient: |g − (F + damping) x| / |g| (trpo).",
         "below 0.3; else raise cg_iterations or damping",
         best="lowest",
     ),
@@ -458,8 +458,8 @@ _TABLE = (
     Metric(
         "tokens_per_row",
         "tokens",
-        "Tokens sampled per row that the sampler computed: drafts that are not accepted lower it, and on a CPU completions of "
-        "a group with the same text so far share a row.",
+        "Tokens sampled per row that the sampler computed. Drafts that are not accepted lower it; on a CPU, completions of a "
+        "group share a row while their texts are the same, which raises it.",
         "on a CPU above 1, up to the group size",
         repeatable=False,
         best="highest",

@@ -1,8 +1,8 @@
 """Log lines and progress from deep inside a step: a skipped update, an out-of-memory retry, the progress of an evaluation.
 
 `note` adds a line to the current step's log and `collect_notes` returns them; `report_progress` and `watch_progress` do the
-same for progress. Outside of a step, notes and progress are dropped. `mark_update` says that the step changes what a checkpoint
-holds: if it fails afterwards, there is only half of it, and the state before it is gone.
+same for progress. Outside of a step, notes and progress are dropped. `mark_update` says that the step now changes what a
+checkpoint holds: if it fails afterwards, its changes are incomplete, and the state before them is lost.
 """
 
 from __future__ import annotations

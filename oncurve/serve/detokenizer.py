@@ -14,7 +14,7 @@ from oncurve.engines.native.session import SampledToken
 Decode = Callable[[list[int]], str]
 INCOMPLETE = "�"
 CONTEXT = 8
-"""Tokens before a new one that are decoded again with it: decoders look at preceding tokens, but never further back."""
+"""Tokens before a new one that are decoded again with it: decoders look at preceding tokens, but at no more than these."""
 
 
 class IncrementalDetokenizer:

@@ -206,7 +206,7 @@ class EpisodeCall:
 
 
 async def _settled(future: Future[T]) -> T:
-    """The result of an episode's future, which may have a part that runs in the thread that asks for it."""
+    """The result of an episode's future. `done` may have to run a part of it in the main thread (`EpisodeFuture`)."""
     loop, changed = asyncio.get_running_loop(), asyncio.Event()
     future.add_done_callback(lambda _: loop.call_soon_threadsafe(changed.set))
     while not future.done():

@@ -451,7 +451,7 @@ class ResponseFormatter:
     """The common part of chat and text completions."""
 
     holds_back = False
-    """Whether a streamed choice is sent when it has finished, because only then its parts are known."""
+    """Whether a streamed choice is sent only when it has finished, because its parts are not known before."""
 
     id_prefix, object_type, chunk_type = "", "", ""
 

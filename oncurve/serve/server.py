@@ -1,6 +1,6 @@
 """The endpoint: /v1/models, /v1/chat/completions and /v1/completions, as OpenAI's clients call them; and serving it.
 
-The engine runs in one thread, here one of its own: requests come in from the event loop, tokens go back to it.
+Each model's engine runs in one thread: requests come in from the event loop, and tokens go back to it.
 
 Only that thread touches the session, so nothing needs a lock. Between decode steps it handles the commands that have arrived:
 new requests get slots while others decode, and a request whose client has left frees its slots. All tokens of a step are sent
@@ -480,7 +480,7 @@ def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
 
 
 async def _score(served: ServedModel, http_request: Request, body: TextBody, prompts: Sequence[Ints]) -> Response:
-    """The response to `echo`: one prompt at a time, so that completions go on decoding in between."""
+    """The response to `echo`: one prompt at a time, so that completions continue to decode in between."""
     scored = []
     for ids in prompts:
         if await http_request.is_disconnected():

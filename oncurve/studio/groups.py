@@ -266,7 +266,7 @@ def _rounded(values: Floats, digits: int) -> list[float | None]:
 
 
 def grading_data(run: RunFolder, location: GroupLocation) -> dict[str, Any]:
-    """What What-if needs: how the stage computes advantages, and the step's rewards. ``off`` says why there is no What-if."""
+    """The data for What-if: how the stage computes advantages, and the step's rewards. ``off`` says why there is no What-if."""
     settings = grading_settings(run, location)
     if isinstance(settings, str):
         return {"settings": None, "off": settings, "batch": []}

@@ -111,7 +111,7 @@ def _run_settings(recipe: Recipe) -> dict[str, Any]:
     if not recipe.rollout_stages:
         return {"grading": None, "sampling": None}
     stage = recipe.rollout_stages[-1]
-    graded = stage if isinstance(stage, Grpo | Trpo) else Grpo()  # ppo has a critic per token
+    graded = stage if isinstance(stage, Grpo | Trpo) else Grpo()  # ppo's advantages come from its critic
     baseline, scale = advantage_settings(graded)
     if baseline not in SHOWN_BASELINES or scale not in SHOWN_SCALES:  # the Playground then grades as GRPO would
         baseline, scale = advantage_settings(Grpo())
@@ -133,7 +133,7 @@ def open_model(request: Request, model: ModelTarget) -> dict[str, Any]:
     target = check_target(request.app.state.runs_dir, model.target)
     capabilities = capabilities_of_model(request.app.state.runs_dir, target)
     check_agreed(request, capabilities, ticked=model.trusted)
-    card = servers_of(request).open(target, trusted=bool(capabilities)).card  # a tick alone agrees to nothing
+    card = servers_of(request).open(target, trusted=bool(capabilities)).card  # if it runs no code, a tick means nothing
     return {"target": model.target, "chat": card["chat"], "context": card["context"], "max_tokens": card["max_tokens"]}
 
 

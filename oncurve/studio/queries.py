@@ -215,7 +215,7 @@ class StudioQueries(RunReader):
         return float(self._query("SELECT total(seconds) AS seconds FROM steps")[0]["seconds"])
 
     def progress(self, stage: str, after: int = 0) -> list[sqlite3.Row]:
-        """(step, seconds, tokens, samples) of each step after a step.
+        """(step, seconds, tokens, samples) of each step after step ``after``.
 
         A step's completions have consecutive ids, so they are counted without reading them.
         """

@@ -110,7 +110,7 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 
 MAIN = ("reward", "accuracy", "sampled_entropy", "no_signal_share", "kl", "length_mean", "loss")
-"""The curves of the summary: those of the last stage that it logged, at most six."""
+"""The curves of the summary: at most six, of those that the last stage logged."""
 
 
 def report_html(run: RunFolder) -> str:

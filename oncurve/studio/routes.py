@@ -1,4 +1,5 @@
-"""The HTTP API of the page: one function per address. Only feedback and notes write, and only trials run anything."""
+"""The HTTP API of the page, but for the Playground and the planner: one function per address. Only feedback and notes write,
+and only trials run anything."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ def _best(run: RunFolder) -> dict[str, Any] | None:
 
 
 def _newest_checkpoint(run: RunFolder, begun: tuple[StageRow, ...]) -> dict[str, Any] | None:
-    """The newest checkpoint of the stages that have begun, which a copied command forks.
+    """The newest checkpoint of the stages that have begun: the one that a command copied from the page forks.
 
     Example: {"stage": "grpo", "step": 150}
     """

@@ -51,10 +51,11 @@ class AgentOptions(Section):
     """The name by which agents ask for the model, for those that can't read OPENAI_MODEL."""
     sandbox: bool = False
     """Run the command in bubblewrap: it can read files but write only to an empty /tmp of its own, and sees no other process.
-    The network stays, since it needs its endpoint."""
+    It keeps the network, because it calls the endpoint."""
     history: History = "tokens"
-    """What a call that extends an earlier one follows if the chat template writes earlier turns in another way than they were
-    sampled. `tokens`: the tokens as sampled. `template`: what the template writes; a new sequence begins there."""
+    """What the model reads in a call that extends an earlier one, if the chat template would write earlier turns differently
+    from how they were sampled. `tokens`: the tokens as sampled. `template`: what the template writes; a new sequence begins
+    there."""
     difficulty: str | None = None
     """Column under which held-out accuracy is reported."""
 

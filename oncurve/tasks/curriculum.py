@@ -30,7 +30,7 @@ from oncurve.tasks.task_mix import COLUMN as TASK_COLUMN
 from oncurve.tasks.task_mix import TaskMix
 
 LEVEL_MEMORY = 0.9
-"""How much of a level's earlier results count after each new prompt of it."""
+"""Each new prompt of a level multiplies the weight of the level's earlier results by this."""
 MAX_TRIES = 64
 """Unseen prompts looked at for each one needed."""
 
@@ -52,7 +52,7 @@ class PassRate:
 
 @dataclass
 class KnownPrompt:
-    """A prompt that was sampled before. ``step`` and ``index`` locate it in the task: an endless one has a stream per step."""
+    """A prompt and its pass rate. ``step`` and ``index`` locate it in the task: an endless task has a stream per step."""
 
     prompt: Prompt
     step: int

@@ -1,4 +1,4 @@
-"""Environments and tools that a recipe can name for a task: built in, from a plug-in, or of the user's."""
+"""Environments and tools that a recipe can name for a task: built in, from a plug-in or another package, or the user's own."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def load_environment(
     history: History = "tokens",
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> Environment | StatefulEnvironment | None:
-    """The environment that a recipe names under ``where``: one of `ENVIRONMENTS`, or `file.py:Class`. With ``tools``, functions
-    as `file.py:name` and MCP servers, that the policy can call besides. ``options`` are the arguments of the environment's
-    class."""
+    """The environment that a recipe names under ``where``: one of `ENVIRONMENTS`, `file.py:Class`, or `PACKAGE:ID` of another
+    package (`FROM_ELSEWHERE`). ``tools`` are functions (`file.py:name`) and MCP servers that the policy can call as well.
+    ``options`` are the arguments of the environment's class."""
     environment = _build_environment(name, where, tools, max_turns, timeout_s, history, options)
     if environment is not None:
         arguments = (name, where, tuple(tools), max_turns, timeout_s, history, dict(options))
@@ -180,7 +180,7 @@ def _pure_environment(name: str, kind: EnvironmentType, where: str) -> Environme
             where,
             name,
             because=f"creating it failed: {type(error).__name__}: {error}",
-            fix="give a class that takes no arguments",
+            fix="correct the class: it is created without arguments, or with those of environment_options",
         ) from error
     if not callable(getattr(environment, "reply", None)) or not isinstance(getattr(environment, "calls", None), tuple):
         fix = "add what is missing" if isinstance(kind, type) else "name the class itself"

@@ -26,7 +26,7 @@ def prompts_for_step(task: Task, seed: int, step: int, count: int, *, round: int
 
     A finite task is shuffled again for each epoch by (seed, epoch). A step lies within one epoch: prompts that would not fill a
     step are left to the next shuffle. If there are fewer training prompts than ``count``, a step repeats them under the ids
-    `…#2`, `…#3`. An endless task gives new prompts.
+    `…#2`, `…#3`. An endless task gives new prompts. Each task of a mix has its own epochs, and a step may cross their ends.
 
     ``round`` 1, 2 … returns prompts that this step has not used yet, with which dynamic sampling replaces groups without
     signal; fewer than ``count`` if the task has no more.

@@ -123,7 +123,7 @@ class Chat:
         return Prompt("chat", text=text, columns=columns, environment=environment)
 
     def _ask_with_environment(self, text: str, out: TextIO) -> str:
-        """The same with an environment: the answer is the model's last turn."""
+        """`ask` with an environment: the answer is the model's last turn."""
         if self.episode is not None and self.is_chat_model:
             self.episode.ask(text)
         else:

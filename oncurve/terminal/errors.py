@@ -1,7 +1,7 @@
 """Messages on standard error: a user error as one block (where and what, because, fix), and advice.
 
-Long words are never broken, so that a path or a command can be copied. And silences other libraries' progress bars, which would
-garble the live display.
+Long words are never broken, so that a path or a command can be copied. The module also silences other libraries' progress bars,
+which would garble the live display.
 """
 
 from __future__ import annotations

@@ -104,7 +104,8 @@ def _row(name: str, solved: float, answers: int, samples: int) -> tuple[str, str
 
 
 def eval_data(report: EvalReport, samples: int) -> dict[str, Any]:
-    """The same as JSON. Without a verifiable reward, `accuracy` and its interval are None; the reward has its own interval."""
+    """An evaluation as JSON. Without a verifiable reward, `accuracy` and its interval are None; the reward has its own
+    interval."""
     levels = {
         level: {
             "solved": solved,

@@ -85,7 +85,7 @@ def best_value(best: BestStep) -> str:
 def best_line(run: RunFolder) -> str | None:
     """The best step, its value, and how to name its checkpoint; None if nothing was measured.
 
-    Example: "best  97.1 % held-out accuracy at grpo step 150: runs/arithmetic-1@best"
+    Example: "best held-out accuracy  97.1 % at grpo step 150: runs/arithmetic-1@best"
     """
     best = best_of_run(run)
     if best is None:

@@ -21,7 +21,7 @@ def percent(share: float | None, digits: int = 0) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, with an exponent only below 0.001: 0.0123, 0.83, 23.4, 1,234, 3.0e-07."""
+    """Three significant digits, with an exponent only below 0.001: 0.0123, 0.830, 23.4, 1,234, 3.0e-07."""
     if not is_finite(value):
         return DASH
     size = abs(value)

@@ -305,7 +305,7 @@ class SamplePrompt:
 
 
 class AdapterHost:
-    """The base model, and the policies over it. Everything here runs in one thread."""
+    """The base model, and the policies over it. Everything but `check_prompt` runs in one thread."""
 
     def __init__(self, base: Policy, source: str) -> None:
         if lora.is_attached(base.model):  # the model of a run that trained an adapter

@@ -274,7 +274,7 @@ class TinkerService:
         return self.names[0]
 
     def start_session(self) -> str:
-        """A new session. Those whose client has crashed are forgotten: they are silent, and the SDK sends heartbeats."""
+        """A new session. Silent sessions are forgotten: their client has crashed, as the SDK sends heartbeats."""
         for session_id, heard in list(self.sessions.items()):
             if time.monotonic() - heard > SESSION_SILENCE_S:
                 self.finish(session_id)

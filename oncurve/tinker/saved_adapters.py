@@ -1,7 +1,7 @@
 """Adapters on disk, under the names by which Tinker's clients know them.
 
 `tinker://MODEL/weights/NAME` has an adapter and its optimiser state, for further training.
-`tinker://MODEL/sampler_weights/NAME` has only an adapter. Each is a folder in peft's format, with a description beside it:
+`tinker://MODEL/sampler_weights/NAME` has only an adapter. Each is a folder in peft's format, which also has a description:
 
     FOLDER/MODEL/weights/NAME/adapter_config.json, adapter_model.safetensors   the adapter
     FOLDER/MODEL/weights/NAME/optimiser.safetensors                            AdamW's moments

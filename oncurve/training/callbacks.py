@@ -10,7 +10,8 @@
 
 ``args`` has `output_dir` (the run's folder), `max_steps`, `seed` and `recipe`. ``state`` is a `TrainerState` with `global_step`
 (counted within the stage), `max_steps` and `log_history`. If a callback sets `should_training_stop` of ``control``, the stage
-ends after the step. The other flags of ``control`` are refused, because the recipe decides when to evaluate and to save.
+ends after the step. `should_evaluate`, `should_save` and `should_epoch_stop` are refused, because keys of the recipe decide
+about them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Writes checkpoints in the background: the state is copied to host memory, and a thread writes it while training continues.
 
-Training waits for the copy only, and, if it saves faster than the disk can write, for the checkpoint before. Small states are
-written at once, since the copy and the thread would cost more. A disk error is raised on the training thread, at the next
-save or at the end. If ranks hold shards, each rank writes its own first, and rank 0 adds them to the checkpoint.
+Training waits only for the copy, and for the previous checkpoint if that is still being written. Small states are written
+directly, since the copy and the thread would cost more, and so are states that are too large to copy to host memory. A disk
+error is raised on the training thread, at the next save or at the end. If ranks hold shards, each rank writes its own first,
+and rank 0 adds them to the checkpoint.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Tensors = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointState:
-    """The content of a checkpoint: complete tensors, and files with the ranks' shards of the others, with their index."""
+    """The content of a checkpoint: complete tensors, the files with the ranks' shards, and the index of the shards."""
 
     tensors: dict[str, dict[str, Tensor]]
     shards: list[Path] = field(default_factory=list)

@@ -10,7 +10,7 @@ from oncurve.recipe.schema.stages import Stage
 from oncurve.records import StepReport
 
 PATIENCE = 5
-"""Steps in a row that must look bad before a warning, and look well before it may be repeated."""
+"""Steps in a row that must look bad before a warning, and good before the warning may be repeated."""
 
 NEARLY_ALL = 0.9
 """If this fraction of a step's completions is correct, a low entropy is what success looks like, and there is no warning."""
@@ -23,12 +23,12 @@ class CollapseRule:
     is_bad: Callable[[Mapping[str, float]], bool]
     message: str
     section: str
-    """Of docs/troubleshooting.md."""
+    """The section of docs/troubleshooting.md that the warning names."""
 
 
 COLLAPSE_RULES = {
     "entropy": CollapseRule(
-        lambda m: m.get("sampled_entropy", 1.0) < 0.01 and m.get("accuracy", 0.0) < NEARLY_ALL,  # a right policy is also sure
+        lambda m: m.get("sampled_entropy", 1.0) < 0.01 and m.get("accuracy", 0.0) < NEARLY_ALL,  # a correct policy is sure too
         "entropy is {sampled_entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
         "optimiser.learning_rate, set kl.beta or entropy_bonus, or continue from an earlier step with `oncurve fork`",
         "Entropy collapses",
@@ -62,8 +62,8 @@ COLLAPSE_RULES = {
 
 
 MIN_LEARNING_RATE = 1e-8
-"""Below this rate a stage is warned about: Adam's updates are about as large as the rate, and 1e-8 is less than the rounding of
-most float32 weights, so the policy stays as it is. The smallest rate in common use for GRPO is 1e-7."""
+"""A stage with a lower rate gets a warning: Adam's updates are about as large as the rate, and 1e-8 is less than the rounding
+of most float32 weights, so the policy stays as it is. The smallest rate in common use for GRPO is 1e-7."""
 
 
 def learning_rate_warning(stage: Stage) -> str | None:

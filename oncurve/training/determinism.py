@@ -15,7 +15,7 @@ from oncurve.models.policy import Policy
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 REPEATS = 5
 TOKENS = 256
-"""Length of the completion on which the cost is measured, if the model has as many positions."""
+"""Length of the completion on which the cost is measured, or half of the model's positions if that is less."""
 
 
 def enable_determinism(deterministic: bool, policy: Policy) -> str | None:

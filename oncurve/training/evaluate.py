@@ -117,7 +117,7 @@ def evaluate(
     step: int,
     world: World = SINGLE_PROCESS,
 ) -> EvalReport:
-    """Accuracy is the fraction of correct completions: of ``samples`` for each prompt."""
+    """Samples and grades ``samples`` completions for each prompt. Accuracy is the fraction of them that is correct."""
     local = world.local_prompts(prompts)
     done: set[int] = set()
 

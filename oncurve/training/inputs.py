@@ -41,7 +41,8 @@ DATA_KEYS = frozenset({"path", "heldout_path", "data", "pairs", "library", "esti
 
 @dataclass(frozen=True, slots=True)
 class RunInput:
-    """One input: the key that names it, its file or function, and the hash of its contents. ``source`` is the copy of code.
+    """One input: the key that names it, its file or function, and the hash of its contents. ``source`` is the run's copy, if it
+    is code.
 
     Example: RunInput("rewards.short.function", "reward.py", "9f86d081…", "sources/rewards.short.function.py")
     """
@@ -188,7 +189,8 @@ FROM_PYTHON = "a Python function"
 
 
 def _is_from_python(entry: RunInput) -> bool:
-    """Functions given from Python are compared only where the program gives them again: `oncurve verify` can't."""
+    """Whether an input is a function given from Python. It is compared only if the program gives it again, which `oncurve
+    verify` can't."""
     return entry.origin == FROM_PYTHON
 
 
@@ -212,7 +214,7 @@ def _file_name(key: str) -> str:
 
 
 def _source_of(function: Callable[..., Any]) -> str | None:
-    """A function's source; None if there is none, as for what was typed into a shell."""
+    """A function's source; None if there is none, as for a function that was typed into an interactive shell."""
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):

@@ -1,7 +1,7 @@
 """Checks that a model can read prompts and has positions for them and their completions.
 
-A token has at least one byte, so only texts with more bytes than the model has positions are tokenised, and of the chats one
-for each order of roles: a chat template may refuse a role.
+A token has at least one byte, so only texts with more bytes than the model has positions are tokenised. In addition, one chat
+is tokenised for each order of roles, because a chat template may refuse a role.
 """
 
 from __future__ import annotations

@@ -122,7 +122,8 @@ def _build_loop(trainer: Trainer, stage: Stage, rollbacks: int, start: str | Non
 
 
 def _run_step(trainer: Trainer, stage: Stage, loop: StageLoop, n: int, replies: dict[str, str]) -> None:
-    """Rank 0 reports a user's error that all ranks met, and may save first. An error of this rank only ends the run."""
+    """Rank 0 reports a user's error that all ranks met, and may save first. An error on this rank alone is raised here and ends
+    the run."""
     try:
         trainer.run_step(stage, loop, n, replies)
     except OncurveError:

@@ -152,7 +152,7 @@ def as_first_trained(run: RunFolder, recipe: Recipe) -> Recipe:
 def check_semantics(run: RunFolder, recipe: Recipe) -> None:
     """Raises RunError if this release would continue or repeat the run with other results than the one that made it."""
     state = run.state()
-    fix = f"use the release that made it: pip install oncurve=={state.oncurve}; it can be shown, served and evaluated with any"
+    fix = f"use the release that made it: pip install oncurve=={state.oncurve}; any release can show, serve and evaluate it"
     if state.semantics > SEMANTICS:
         raise RunError(
             run.name,

@@ -92,7 +92,8 @@ def begin(
 def write_first_files(
     recipe: Recipe, new: RunFolder, path: Path, rewards: RewardMix | None = None, task: Task | None = None
 ) -> None:
-    """The files that new runs and forks have in common. The user agrees to the run at the path that it is about to get."""
+    """The files that new runs and forks have in common. The user's agreement is stored for the path that the run is about to
+    get."""
     new.write_recipe(dump_recipe(recipe))
     record_inputs(new, recipe, rewards, task)
     trust.grant(new, recipe, path)
@@ -205,8 +206,8 @@ def fork(
     listeners: Sequence[Listener] = (),
     world: World = SINGLE_PROCESS,
 ) -> RunFolder:
-    """A new run that continues from a checkpoint of another with changes, on the same prompts and random numbers. Its relative
-    files are its parent's, wherever this is called."""
+    """A new run that continues from a checkpoint of another with changes, on the same prompts and random numbers. Relative
+    paths in its recipe mean the parent's files, whatever the current folder is."""
     parent, out = RunFolder(parent.path.absolute()), None if out is None else out.absolute()
     runs_dir = runs_dir.absolute()
     with folder_of_inputs(parent):

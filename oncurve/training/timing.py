@@ -196,7 +196,7 @@ class StepProfiler(Listener):
 
 
 def phase_table(reports: Sequence[StepReport]) -> str:
-    """Mean seconds of a step by phase, and their fraction of the step. Phases with a slash are part of the one before it."""
+    """Mean seconds of a step by phase, and their fraction of the step. A phase such as `update/forward` is part of `update`."""
     total = fmean(report.total_seconds for report in reports)
     phases = dict.fromkeys(phase for report in reports for phase in report.seconds)
     seconds = {phase: fmean(report.seconds.get(phase, 0.0) for report in reports) for phase in sorted(phases)}

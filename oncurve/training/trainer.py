@@ -119,7 +119,7 @@ class Trainer:
         self.stop_signal: int | None = None
 
     def _decode(self) -> Decode:
-        """The tokenizer of rewards that read tokens."""
+        """The policy's decode function, for rewards that read tokens."""
         if self.policy is None:
             raise RecipeError(
                 "rewards", "one that rewards single steps", because="it reads tokens, and an endpoint returns texts",
@@ -171,8 +171,8 @@ class Trainer:
                 self.notify.on_run_end(status)
 
     def load_answers(self, store: RunReader, start: Checkpoint | None) -> None:
-        """Replaces the engine's answers by those that were recorded up to a checkpoint: drafts are looked for in them, and
-        which group is complete first may depend on the drafts that are accepted (``carry_over``)."""
+        """Replaces the engine's answers with those that were recorded up to a checkpoint. The engine looks for drafts in them,
+        and which group is complete first may depend on the accepted drafts (``carry_over``)."""
         if self.engine is not None and start is not None and self.recipe.engine.draft != "off":
             self.engine.answers.clear()
             self.engine.answers.update(store.last_answers(MAX_EARLIER, MAX_REMEMBERED, start.stage, start.step))
@@ -300,8 +300,8 @@ class Trainer:
         """Collective: (the step's report, the replies from outside that are new). ``replies`` were stored by an earlier try;
         ``write`` stores some of the new ones at once.
 
-        If environments begin with another text when the step extends its groups, the record of its episodes is of other
-        prompts: it is dropped, and the step starts again, once."""
+        If an environment begins with another text when the step extends its groups, the recorded episodes belong to other
+        prompts: they are dropped, and the step starts again, once."""
         self._load_replies(stage, replies, write)
         self.world_of(stage).set_step(stage.label, n)
         with _restored_directory():
@@ -543,7 +543,8 @@ def set_threads(recipe: Recipe, world: World) -> None:
 
 
 def count_rollbacks(store: RunReader, stage: str, step: int) -> int:
-    """The number of roll-backs before the steps after ``step``. Events are never deleted, so a resumed run counts the same."""
+    """The number of roll-backs to ``step`` or an earlier one: it changes the seed of the steps after it. A resume keeps
+    roll-back events, so a resumed run counts the same."""
     rollbacks = [e for e in store.events("rollback") if e.stage == stage and e.data["to"] <= step]
     return max((int(e.data["number"]) for e in rollbacks), default=0)
 

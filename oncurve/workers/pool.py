@@ -51,7 +51,7 @@ class Worker:
         return None if self._process is None else self._process.pid
 
     def ask(self, line: bytes, seconds: float) -> bytes:
-        """Sends a line and returns the answer's. After a TimeoutError or WorkerDiedError the next job gets a new process."""
+        """Sends a line and returns the answer. After a TimeoutError or WorkerDiedError the next job gets a new process."""
         try:
             if self._process is None or self._process.poll() is not None:
                 self._start()

@@ -359,7 +359,7 @@ NOT_BY_A_MUTATION = {
     "solved": "a file of pass rates: tests/training/stages/test_grpo.py",
     "not a trained reward model": "tests/rewards/models/test_reward_model.py",
     "the model's heads are": "the same",
-    "model for this class": "the same",
+    "hub id that transformers": "the same",
     "has trained a reward model in this run yet": "tests/training/stages/test_iterative_grpo.py",
     "_MAX_TRIES": "a task whose problems run out: tests/tasks/puzzles/test_countdown.py",
     "self._heldout_size": "a family with few problems: tests/rewards/verifiers/test_reasoning_gym.py",

@@ -4,7 +4,7 @@ for the host.
 There are two ways through the layers: over the fused weights of ``models/llama/fused.py`` if the model's blocks could be
 described (six kernels of ours and four products per layer; four more kernels if all layers have adapters), and through the
 modules of any other decoder, whose attention goes through the attention interface. Both read the learner's parameters in place,
-so the next step uses an optimiser's update, captured graph or not.
+so after an optimiser update the next step uses the new weights, captured graph or not.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from oncurve.recipe.schema.sections import Draft, Sampling
 @dataclass(frozen=True, slots=True)
 class BufferSizes:
     """The sizes of a set of buffers; ``forced_tokens``: positions at which an environment's tokens can be forced, 0 if none
-    is. ``width``: rows of a slot in a step, one and those of drafted tokens. ``texts``, ``text_width`` and ``sources`` are the
-    size of the texts in which drafts are looked for, and how many of them belong to a slot. ``experts``: those that a token
-    takes in all layers, if they are recorded."""
+    are. ``width``: rows of a slot in a step, one for its last token and one for each drafted token. ``texts`` and
+    ``text_width`` are the number and length of the texts in which drafts are looked for; ``sources`` of them belong to a slot's
+    request. ``experts``: how many experts a token takes in all layers together, 0 if they are not recorded."""
 
     slots: int
     members: int
@@ -89,7 +89,7 @@ class DecodeBuffers:
             ints(rows, fill=-1),
             W,
         )
-        # With drafts a step samples for each row, and then accepts: rings and forced tokens belong to the drafts.
+        # With drafts a step samples for each row and then accepts, so the rings and forced tokens are in the draft state.
         ring, forced = (sizes.ring, sizes.forced_tokens) if W == 1 else (1, 0)
         self.slots = kernels.Slots(
             ints(rows, dtype=torch.long), self.tables.suffix_length, ints(rows), ints(rows, dtype=torch.long), ints(ring, rows),
@@ -110,7 +110,7 @@ class DecodeBuffers:
         """A ring of the experts that each slot's inputs took, if they are recorded."""
 
     def store_routing(self, chosen_SE: Tensor) -> None:
-        """Before a step samples; idle slots keep what they have, as the host may not have read it yet."""
+        """Called before a step samples. Idle slots keep what they have, as the host may not have read it yet."""
         at_S, (ring, S, E) = self.tables.suffix_length, self.routing.shape
         row_S = at_S.clamp(min=0) % ring * S + torch.arange(S, device=at_S.device)
         rows = self.routing.view(ring * S, E)
@@ -213,7 +213,7 @@ def _mlp(x: Tensor, block: Block) -> Tensor:
     mlp = block.description.mlp
     if not isinstance(mlp, Mlp):
         out = mlp(x[None])
-        hidden: Tensor = out[0] if isinstance(out, tuple) else out  # beside the router's logits
+        hidden: Tensor = out[0] if isinstance(out, tuple) else out  # a tuple also has the router's logits
         return hidden.reshape(x.shape).contiguous()
     layer = block.gate_up
     fits = mlp.is_gated and layer.bias is None and not layer.lora
@@ -286,7 +286,7 @@ def accept_rows(buffers: DecodeBuffers, drafts: DraftState, *, own: bool) -> Non
 
 
 def _sample_rows(head: Head, hidden_SD: Tensor, buffers: DecodeBuffers, sampling: Sampling) -> None:
-    """From truncated distributions with torch's sort, else with our kernels."""
+    """Truncated distributions are sampled with torch's sort, others with our kernels."""
     if sampling.temperature == 0 or not sampling.truncates:
         rule = kernels.SamplingRule(sampling.temperature, sampling.min_new_tokens, head.scale, head.softcap)
         kernels.sample_tokens(product_logits(head, hidden_SD), buffers.slots, buffers.is_end_V, rule)

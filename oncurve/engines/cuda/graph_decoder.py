@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one graph per token, with no work for the host between steps.
+"""Decode steps as CUDA graphs: a step is one graph launch, with no work for the host between steps.
 
 A graph holds a complete decode step, sampling included, for one set of buffers, one `Sampling` and one `LaunchShape`. Graphs
 are kept from call to call: weights change in place and the KV cache keeps its addresses, so a training run captures each once.

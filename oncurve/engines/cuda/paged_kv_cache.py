@@ -183,8 +183,9 @@ def pages_for(tokens: int) -> int:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x with rows that start at multiples of 16 bytes. Those of v may not: an adapter's product lies beside it (cuda_lora.py),
-    as wide as its rank, and some attention kernels behind torch read 16 bytes at once without a check."""
+    """x with rows that start at multiples of 16 bytes. Rows of v may start elsewhere: under LoRA they are in one tensor with
+    the adapter's product, which is as wide as the rank (cuda_lora.py). Some of torch's attention kernels read 16 bytes at once
+    without a check."""
     return x if all(step * x.itemsize % 16 == 0 for step in x.stride()[:-1]) else x.contiguous()
 
 
@@ -228,7 +229,7 @@ class PagedPrefill:
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale).transpose(1, 2)
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
-        """Prompt by prompt and without the padding, which would enter the state."""
+        """Runs prompt by prompt and without the padding, which would enter the state."""
         out = torch.zeros_like(hidden)
         for i, (length, states) in enumerate(self.prompts):
             tokens = min(length - self.start, hidden.shape[1])

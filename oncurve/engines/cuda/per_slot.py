@@ -1,8 +1,8 @@
 """Sessions on a GPU: the captured step with separate sampling settings for every slot.
 
 Settings are stored on the device by slot and are read there by the sampling kernels (``kernels/sampling.py``), so that
-one graph serves all requests. All slots are decoded at every step, idle or not: a completion with a seed is the same bits alone
-and in a crowd. With few live slots the host reads every token, with many every few.
+one graph serves all requests. All slots are decoded at every step, idle or not: a completion with a seed has the same bits
+whether it runs alone or with others. With few live slots the host reads after every token, with many after several.
 
 With drafts a slot has several rows, which have its settings; drafts come from the request's prompt and its own text.
 """
@@ -36,13 +36,13 @@ RING = 4
 """The maximum number of tokens in a round."""
 PREFILL_TOKENS = 1024
 """Prompts of one bucket are prefilled together up to this many tokens: fewer than in training, as prompts often come singly.
-Parts of a prompt after its first are prefilled in chunks of it."""
+Parts of a prompt after its first are prefilled in chunks of this many tokens."""
 PROMPTS_AHEAD = 32
 """Prompts that are prefilled together, while running requests wait."""
 SOURCES = 2
 """Texts of a slot in which drafts are looked for: the request's prompt, and its own text."""
 FEW = 4
-"""With up to this many live slots the host reads every token; with up to RING times as many, every other."""
+"""With up to this many live slots the host reads after every token; with up to RING times as many, after every second."""
 
 
 class PerSlotGraphDecoder(GraphDecoder):
@@ -123,8 +123,8 @@ class PerSlotCudaRunner(CudaRunner):
         self._top_S = np.zeros(slots, np.int64)
         self._counts = PassCounts()
         self._in_parts: dict[int, tuple[SampleRequest, int]] = {}
-        """By request number, a request that is prefilled part by part, and how many tokens of its prompt are in its pages, all
-        but the last of them."""
+        """By request number, a request that is prefilled part by part, and how many tokens of its prompt are done: all but the
+        last of these are in its pages."""
         self._kept: dict[int, tuple[SampleRequest, list[int]]] = {}
         """By the number of a request that has ended, its prompt and the pages of it; the oldest first."""
 
@@ -171,7 +171,7 @@ class PerSlotCudaRunner(CudaRunner):
 
     def _take_prompt_pages(self, sequence: Sequence) -> list[int]:
         request = sequence.request
-        if request.parts is None or self.buffers.states:  # a recurrent state goes on with the completion
+        if request.parts is None or self.buffers.states:  # decoding advances a recurrent state: the prompt's own is gone
             return super()._take_prompt_pages(sequence)
         continued = [number for number, (kept, _) in self._kept.items() if request.continues(kept)]
         longest = max(continued, key=lambda number: len(self._kept[number][0].prompt_ids), default=None)
@@ -191,7 +191,7 @@ class PerSlotCudaRunner(CudaRunner):
         super()._prefill_batch(batch)
 
     def _prefill_parts(self, group: int, ids: Ints, request: SampleRequest, kept: int) -> None:
-        """A prompt, all but its last token, part by part; the first ``kept`` tokens but one are in its pages."""
+        """Prefill a prompt part by part, all but its last token. The first ``kept`` − 1 tokens are in its pages already."""
         stored = max(kept - 1, 0)
         self._counts += PassCounts(prefilled=len(ids) - 1 - stored, kept=stored)
         table = self._upload(np.array([self.prompt_pages[group] or [0]], np.int32))

@@ -201,7 +201,7 @@ class CudaRunner:
         return [slot for slot, sequence in enumerate(running) if sequence is None]
 
     def can_admit(self, waiting: abc.Sequence[Sequence], *, idle: bool) -> bool:
-        """As long as half of the pages that running sequences may still take stay free."""
+        """True as long as half of the pages that running sequences may still take stay free."""
         if not idle and self.cache.left <= self.growth // 2:
             return False
         return waiting[0].group in self.prompt_pages or self._reserve_prompts(waiting, idle=idle)
@@ -221,7 +221,7 @@ class CudaRunner:
         self._tables_changed = True
 
     def park(self, slot: int) -> None:
-        """Idle, and still a member of its table: the kernel takes the length of a table's prompt from any member."""
+        """Make the slot idle. It stays a member of its table: the kernel reads a table's prompt length from any member."""
         self._set_idle(slot, self.prompt_length[slot])
 
     def _set_idle(self, slot: int, prompt_length: int = 0) -> None:
@@ -282,7 +282,7 @@ class CudaRunner:
         return routing
 
     def reserve(self, slot: int, tokens: int) -> bool:
-        """Pages for a sequence of this many tokens, if need be those of prompts that were prefilled too early."""
+        """Take pages for a sequence of this many tokens, if necessary from prompts that were prefilled ahead."""
         pages, needed = self.own_pages[slot], pages_for(tokens)
         while len(pages) < needed:
             if not self.cache.left and not self._drop_prompts():
@@ -302,7 +302,7 @@ class CudaRunner:
         )
 
     def weights_changed(self) -> None:
-        """Rounds in flight come before the change: both are in one stream."""
+        """Nothing to do. Rounds in flight finish before the change, because both are in one stream."""
 
     def begin_to_close(self) -> None:
         self.cache.begin_to_close()
@@ -313,7 +313,7 @@ class CudaRunner:
     # Prompts.
 
     def _reserve_prompts(self, waiting: abc.Sequence[Sequence], *, idle: bool) -> bool:
-        """Pages for the first waiting prompt, and for those that come next; False if there are none now."""
+        """Reserve pages for the first waiting prompt and for the next ones; False if there are no pages for the first now."""
         batch: dict[int, Sequence] = {}
         spare = self.cache.left
         for sequence in waiting:
@@ -348,7 +348,7 @@ class CudaRunner:
         return bool(pages)
 
     def prefill(self) -> None:
-        batches, self._to_prefill = self._to_prefill, []  # before a pass that may fail: a session continues with other requests
+        batches, self._to_prefill = self._to_prefill, []  # cleared first: if a pass fails, a session continues
         for batch in batches:
             self._prefill_batch(batch)
 

@@ -1,7 +1,7 @@
 """Decoding on a CPU by C functions (``models/llama/decode.c``), for the Llama family in float32.
 
-Completions of a block with the same text so far are computed once, and rows that a pass has to spare take drafts. Torch decodes
-if there is no compiler, if the model or its dtype is another, or if the sampling settings truncate.
+Completions of a block with the same text so far are computed once, and the spare rows of a pass verify drafts. Torch decodes if
+there is no compiler, for other model families or dtypes, and if the sampling settings truncate.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ TRIAL, USEFUL = 64, 0.25
 """`auto` stops drafting in a call of ``sample`` if, after this many drafted tokens, a smaller share was accepted: a spare row
 costs its attention."""
 MIN_ROWS = 0
-"""A pass may have this many rows besides those of its last tile."""
+"""A pass may have this many rows even if its texts need fewer. It can always fill its last tile."""
 
 
 def can_decode(policy: Policy, sampling: Sampling) -> bool:
-    """Whether the C functions support the policy and the sampling settings: they do not truncate."""
+    """Whether the C functions support the policy and the sampling settings; they can't truncate."""
     return policy.uses_c and not sampling.truncates
 
 
@@ -168,8 +168,8 @@ class CDecoder:
         )
 
     def continue_texts(self, texts: abc.Mapping[int, Ints]) -> None:
-        """Slots that were just assigned continue texts that are their own: by slot, the inputs that are stored already, the
-        prompt's last token first, and the last token. No slot of their blocks shares a row from the start."""
+        """Let slots that were just assigned continue texts of their own. By slot: the prompt's last token and the text, of
+        which all but the last token are prefilled here. The slots of these blocks share no stored text, not even at first."""
         R, state = self.cache.block_slots, self.texts
         for block in {slot // R for slot in texts}:
             state.storage_S[block * R : (block + 1) * R] = np.arange(block * R, (block + 1) * R)

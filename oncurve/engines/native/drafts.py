@@ -1,4 +1,4 @@
-"""Drafts of the torch runner: which tokens probably come next, and how many of them were the tokens sampled anyway.
+"""Drafts of the torch runner: which tokens probably come next, and how many of them equal the tokens that were sampled.
 
 A draft is what followed the longest match of a sequence's last tokens (2 to 8) in its request's texts. On their devices,
 `kernels/drafting.py` and `models/llama/decode.c` do the same.
@@ -16,7 +16,7 @@ from oncurve.recipe.schema.sections import Draft
 from oncurve.records import Ints
 
 MIN_MATCH, MAX_MATCH = 2, 8
-"""A draft follows the longest match of at least and at most this many tokens."""
+"""The shortest and the longest match that a draft can follow, in tokens."""
 
 
 class RequestTexts:
@@ -101,7 +101,7 @@ class Drafter:
         return draft_SW
 
     def accept(self, live: abc.Iterable[int], draft_SW: Ints, sampled_SW: Ints, forced_ST: Ints | None) -> Ints:
-        """How many tokens of its rows each slot takes, [S]: up to the first that is not the one drafted next, or to its end."""
+        """How many sampled tokens each slot takes, [S]: up to and with the first that differs from the draft, or to its end."""
         count_S = np.zeros(len(self.sequence_in), np.int64)
         for slot in self._decoding(live):
             sequence, at = self.sequence_in[slot], int(self.position_S[slot])

@@ -123,7 +123,7 @@ class NativeEngine:
         return (check,)
 
     def close(self) -> None:
-        """Nothing to release: the KV cache goes with each call."""
+        """Nothing to release: the KV cache is freed after each call."""
 
     def sample(
         self,
@@ -237,28 +237,29 @@ class NativeEngine:
         return GraphDecoder.build(self.policy, self.settings)
 
     def build_runner(self, requests: Sequence[SampleRequest]) -> Runner:
-        """CUDA graphs if there are any, else C if it supports the model and the settings, else torch.
+        """CUDA graphs if there are any, else transformers on the general path, C if it supports model and settings, or torch.
 
-        C forces no tokens: torch decodes for environments. What an earlier call has begun, C continues.
+        C can't force tokens, so torch decodes for environments. C can continue what an earlier call has begun.
         """
         sampling, group_size = requests[0].sampling, requests[0].samples
         slots = slots_for(self, len(requests) * group_size)
         episodes, by_template = requests[0].episodes, requests[0].prompt.history == "template"
         forces, records = bool(episodes) or any(request.begun for request in requests), self.records_routing
-        # A recurrent state can't be taken back: neither from a drafted token nor, as rounds run ahead, from an environment. And
-        # drafts are looked for in the texts of requests: a sequence with a context of its own belongs to none. The experts of
-        # rows that are not accepted are not recorded.
+        # A recurrent state can't be rewound: neither to before a drafted token, nor, as rounds run ahead, to the end of a turn.
+        # Drafts are looked for in the texts of requests. If the chat template writes the history, there are none: a sequence
+        # with a context of its own belongs to no request. If experts are recorded, there are none either: the experts of
+        # rejected rows would have to be left out.
         has_states = recurrent_layers.is_attached(self.policy.model)
         can_draft = self._reason_for_no_drafts(slots) is None and not by_template and not records
         width = self._draft_width(slots) if can_draft else 1
         if self.graph_decoder is not None and not (forces and has_states):
             from oncurve.engines.cuda.runner import CudaRunner
 
-            # Rounds run ahead: it would not be known which weights have sampled an accepted token.
+            # As rounds run ahead, the host would not know which weights have sampled an accepted token.
             width = width if self.weight_source is None else 1
             return CudaRunner.build(self.graph_decoder, requests, slots, width, records_routing=records)
-        # On the general path the slots of a block advance together, so that one that may be parked has a block of its own; and
-        # so has one whose context may become its own.
+        # On the general path the slots of a block advance together, so a slot that may be parked needs a block of its own. So
+        # does a slot whose context may be rewritten, as it no longer shares the group's prompt.
         can_park = bool(episodes) and not isinstance(episodes[0], PureEpisode)
         is_alone = by_template or (can_park and self.policy.general_reason is not None)
         R = 1 if is_alone else slots_per_block(group_size)
@@ -276,7 +277,7 @@ class NativeEngine:
 
 
 def split_by_environment(prompts: Sequence[Prompt]) -> list[list[int]]:
-    """The indices of prompts without and with an environment, and with a history by the chat template. These may be decoded by
-    different runners, and a prompt's completions must not depend on which others are sampled with it."""
+    """The indices of prompts, split by whether they have an environment and by their history. Different runners may decode the
+    parts, and a prompt's completions must not depend on which others are sampled with it."""
     kinds = [(p.environment is not None, p.history) for p in prompts]
     return [[i for i, kind in enumerate(kinds) if kind == of] for of in dict.fromkeys(sorted(kinds, key=lambda k: k[0]))]

@@ -18,7 +18,7 @@ from oncurve.recipe.schema.sections import Sampling
 
 
 class _GeneralDecoding(TorchRunner):
-    """Decodes each block of R slots as one batch of rows at the same position, so that no slot can prefill a reply."""
+    """Decodes each block of R slots as one batch of rows at the same position, so no slot can prefill a reply by itself."""
 
     longest_forced = sys.maxsize
 
@@ -28,7 +28,7 @@ class _GeneralDecoding(TorchRunner):
         return {}
 
     def _prefill_blocks(self, requests: abc.Mapping[int, tuple[int, SampleRequest]]) -> None:
-        """A prompt is computed once, all but its last token, and its cache repeated for the slots of each of its blocks."""
+        """Compute a prompt once, all but its last token, and repeat its cache for the slots of each of its blocks."""
         prompts: dict[int, GeneralCache] = {}
         for block, (group, request) in requests.items():
             if group not in prompts:
@@ -44,7 +44,7 @@ class _GeneralDecoding(TorchRunner):
             return extend(self.policy.backbone, cache, ids_RT, self.policy.check.decoding)
 
     def _next_logits(self, at_S: Tensor) -> Tensor:
-        """One token of every block with a live slot; 0 in the other slots. A slot that can be parked has its own block."""
+        """The logits of all slots in blocks with a live slot; 0 elsewhere. A slot that can be parked has its own block."""
         R = self.cache.block_slots
         logits_SV = torch.zeros(self.slots, len(self.head.weight_VD), device=self.policy.device)
         routing: dict[int, Tensor] = {}

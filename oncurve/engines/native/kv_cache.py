@@ -33,7 +33,7 @@ def idle_blocks(blocks: int, block_slots: int, width: int = 1) -> int:
     """How many blocks to add so that a step of torch has up to 4 rows, or a multiple of 4.
 
     On several threads a library splits a product into tiles of rows, and a tile of 1 to 3 rows rounds differently. In a step of
-    6 rows on two threads the last two do: a completion's bits would depend on its slot.
+    6 rows on two threads the last two rows are such a tile: a completion's bits would depend on its slot.
     """
     return next(n for n in range(4) if (rows := (blocks + n) * block_slots * width) <= 4 or rows % 4 == 0)
 
@@ -132,7 +132,7 @@ class PrefillLayout:
         return attend_by_scores(q, k, v, mask, rule).contiguous()  # AFMoE views it
 
     def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
-        """Row by row and without the padding, which would enter the state."""
+        """Runs row by row and without the padding, which would enter the state."""
         out = torch.zeros_like(hidden)
         for row, length in enumerate(self.lengths):
             out[row : row + 1, :length], state = run(hidden[row : row + 1, :length], None)

@@ -35,7 +35,7 @@ Row = tuple[Ints, Ints, Floats]
 SAMPLES, NEW_TOKENS = 3, 12
 SHORT_PROMPT, LONG_PROMPT = 4, 21
 MAX_PROMPT = {"cpu": 160, "cuda": 4224}
-"""Prompts are at most this long, to cross a sliding window: a CPU would need minutes for thousands of tokens."""
+"""The longest prompt that is used to cross a sliding window. A CPU would need minutes for thousands of tokens."""
 
 
 def check_sampler(engine: NativeEngine) -> None:

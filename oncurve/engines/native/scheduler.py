@@ -2,8 +2,8 @@
 
     admit waiting sequences to free slots → prefill their prompts → decode a round of C tokens → read the round → …
 
-One scheduler drives three runners: torch and C (`torch_runner`, `c_decoder`) and CUDA graphs (`cuda.runner`). They differ in
-four ways, which are all that the `Runner` protocol asks about:
+One scheduler drives all runners: torch and C (`torch_runner`, `general_runner`, `c_decoder`) and CUDA graphs (`cuda.runner`).
+They differ in four ways:
 
 - **Slots.** Torch and C share a prompt between the R slots of a block, so a block is refilled when all of them are free. On
   CUDA the KV cache is paged: any free slot takes any sequence.
@@ -242,7 +242,7 @@ class Scheduler:
         finally:
             self.runner.close()
             for sequence in chain.from_iterable(self.sequences.values()):
-                if sequence.episode is not None:  # perhaps not its request's: a conversation may have begun again
+                if sequence.episode is not None:  # not its request's if the conversation began again
                     sequence.episode.close()
 
     def _wait_for_environments(self) -> None:
@@ -391,7 +391,8 @@ class Scheduler:
         """For sessions: tokens [start, end) of a sequence are final."""
 
     def _search(self, slot: int, sequence: Sequence, start: int, end: int) -> tuple[int, StopReason | None]:
-        """After which of the tokens [start, end) the turn ends, and why. Forced tokens end nothing but a full sequence."""
+        """After which of the tokens [start, end) the turn ends, and why. Forced tokens end it only if they fill the
+        sequence."""
         calls, stops = sequence.request.prompt.calls, sequence.request.sampling.stop
         first, token_T = sequence.turn_start, self.token_ST[slot]
 
@@ -471,7 +472,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _leave(self, slot: int, sequence: Sequence) -> None:
-        """Free a sequence's slot, and its context if no other sequence has it."""
+        """Free a sequence's slot, and its context unless that is the prompt, which its group shares."""
         self._release_slot(slot)
         if sequence.before is not None:
             self.runner.release_prompt(sequence.group)
@@ -536,5 +537,5 @@ class Scheduler:
 
 
 def _needs_search(request: SampleRequest) -> bool:
-    """Whether the end of a turn has to be looked for in the text, or after an environment's reply."""
+    """Whether the end of a turn must be searched for: stop strings in the text, or any end after an environment's reply."""
     return bool(request.sampling.stop) or bool(request.episodes)

@@ -24,13 +24,15 @@ class Sequence:
     ``logps`` is [T, 3]: at the sampling temperature, as sampled (truncated), and at temperature 1. ``forced`` holds the spans
     [first, end) that an environment wrote, and ``spans`` those of the policy's turns that it has answered. ``versions`` maps a
     position to the version of the weights from there on. A scheduler fills in tokens and log-probs when the sequence ends;
-    before, they are those with which the request began it. ``streamed`` counts the tokens that a session has handed out.
+    until then, they are what an earlier call has sampled (``begun``). ``streamed`` counts the tokens that a session has handed
+    out.
 
     ``episode`` is the conversation with an environment, ``answers`` has each turn's tokens with the answer, ``outcome`` how it
     ended. These and ``streamed`` survive preemption: an environment is never asked twice.
 
-    A completion has several sequences if the chat template rewrites its history (`task.history`). Each follows a context of its
-    own, the prompt of its request, and ``before`` is the one before it. They share ``answers`` and the episode.
+    A completion has several sequences if the chat template rewrites its history (`task.history`). Each has its own
+    context, which is the prompt of its request, and ``before`` is the sequence before it. They share ``answers`` and the
+    episode.
 
     ``constraint``: which tokens may come next in its slot, if the request has a grammar.
     """
@@ -94,7 +96,7 @@ class Sequence:
         return limit - max(self.tokens_before + len(self.token_ids), len(context_ids) - len(request.prompt_ids))
 
     def follow(self, group: int, context_ids: Ints, limit: int) -> Sequence:
-        """The completion's next sequence. Its random numbers are those of a prompt of another name."""
+        """The completion's next sequence. Its random numbers are those of a prompt with another id."""
         first = self.first.request
         prompt = replace(first.prompt, id=f"{first.prompt.id}/sequence/{len(self.chain)}")
         sampling = first.sampling.model_copy(update={"max_new_tokens": limit})

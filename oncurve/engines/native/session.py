@@ -1,5 +1,5 @@
-"""Sessions: slots that stay open while requests come and go. Tokens are streamed, settings differ by request, any can be
-cancelled.
+"""Sessions: slots that stay open while requests come and go. Tokens are streamed, settings differ by request, and any
+request can be cancelled.
 
 `oncurve serve` drives one. With the same seed a completion is the same whatever else is queued: decoding always runs over all
 slots at one fixed shape.
@@ -30,7 +30,7 @@ TOP = 20
 
 
 def served_request(prompt_ids: Ints, samples: int, sampling: Sampling, seed: int, top: int = 0) -> SampleRequest:
-    """A request by its tokens, as the endpoint makes them."""
+    """A request for a prompt that is given as tokens, as the endpoint builds it."""
     return SampleRequest(SERVED, prompt_ids, samples, sampling, SampleKey(seed, 0), top)
 
 

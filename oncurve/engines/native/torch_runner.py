@@ -54,9 +54,9 @@ LONGEST_FORCED = 32
 """Replies of up to this many tokens are forced, one in each decode step. Longer ones are prefilled in one pass. The rule
 depends on the reply alone, because the two round differently."""
 ACTIVATIONS = {kind[0] if isinstance(kind, tuple) else kind for kind in ACT2CLS.values()}
-"""The classes of transformers' activation functions, which are computed number by number."""
+"""The classes of transformers' activation functions, which are computed element by element."""
 VECTORS, PART = 64, 1 << 14
-"""Parts of a tensor have a multiple of the first, the numbers of two vectors, and so few that torch does not divide them."""
+"""A part of a tensor has a multiple of VECTORS elements (two vectors), and at most PART: torch does not divide so few."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class TorchRunner:
     # Slots.
 
     def free_slots(self, running: abc.Sequence[Sequence | None], waiting: abc.Sequence[Sequence]) -> abc.Iterator[int]:
-        """The slots of blocks in which nothing runs; of one block, for sequences of one prompt."""
+        """The slots of blocks in which nothing runs. All slots of a block take sequences of one prompt."""
         R = self.cache.block_slots
         for first in range(0, self.cache.usable_slots, R):
             if not any(running[first : first + R]):
@@ -387,8 +387,8 @@ class TorchRunner:
         self._updates = {}
 
     def _decode_step(self) -> SampledTokens:
-        """One token for every slot. Free and parked slots decode too, and are not read: they stay where they are, as every slot
-        reads as many pages as the longest."""
+        """One token for every slot. Free and parked slots decode too, but their tokens are not read. Their positions do not
+        advance, because every slot reads as many pages as the longest one needs."""
         sampled = self._sample_rows()
         self.token_S = sampled.token_S
         self.suffix_length_S = (self.suffix_length_S + self._live_S).clamp(max=self.max_new_tokens - 1)
@@ -441,8 +441,8 @@ class PerSlotTorchRunner(TorchRunner):
     """Decodes slots that each have their own sampling settings, one token per round: for sessions.
 
     Blocks have one slot each, as requests have few completions. A prompt is prefilled by itself, so that a short one does not
-    pay for a batch. Tokens are sampled for each set of slots with equal settings, and those of slots with a
-    constraint by themselves, so that the others' bits stay the same.
+    pay for a batch. Slots with equal settings are sampled together, and slots with a constraint separately from
+    those without, so that the others' bits stay the same.
 
     A prompt is prefilled in parts, about one in each round, so a long prompt delays the running slots only briefly. The parts
     depend on the request alone. A slot keeps its prompt until another one overwrites it, and a prompt that begins with the same
@@ -458,7 +458,7 @@ class PerSlotTorchRunner(TorchRunner):
         super().__init__(policy, cache, sampling, round_tokens=1, width=width, draft="own")
         self._tops: dict[tuple[int, int], TopTokens] = {}
         self._counts = PassCounts()
-        # A recurrent state and a cache of transformers go on with the completion: the prompt's own is gone.
+        # Decoding advances a recurrent state and a cache of transformers: the prompt's own is gone.
         self._keeps_prompts = policy.general_reason is None and not recurrent_layers.is_attached(policy.model)
         self._prompts: dict[int, tuple[SampleRequest, int]] = {}
         """By slot, the request whose prompt it stores, and how many of its tokens, which is always the end of a part."""
@@ -608,7 +608,7 @@ def _part_ends(request: SampleRequest) -> tuple[int, ...]:
 
 
 def _shared_tokens(request: SampleRequest, other: SampleRequest, stored: int) -> int:
-    """How many tokens at the start of a prompt are in parts that another prompt has too; ``stored`` tokens of it are cached."""
+    """How many tokens at the start of a prompt are in parts that another prompt, with ``stored`` cached tokens, has too."""
     shared = 0
     for end, other_end in zip(_part_ends(request), _part_ends(other), strict=False):
         is_same = np.array_equal(request.prompt_ids[shared:end], other.prompt_ids[shared:end])

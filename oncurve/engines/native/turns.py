@@ -277,7 +277,7 @@ def with_observation(prompt: Prompt, texts: abc.Sequence[str | None]) -> Prompt:
 
 
 def without_observation(prompt: Prompt) -> Prompt:
-    """The prompt as it was before its environment began: a group is extended, or an episode begins again."""
+    """The prompt as it was before its environment began, to extend a group or to begin an episode again."""
     if prompt.added is None:
         return prompt
     if prompt.messages is None:
@@ -289,8 +289,8 @@ def without_observation(prompt: Prompt) -> Prompt:
 def ask(policy: Policy, sequence: Sequence, token_ids: Ints, stop: StopReason, *, is_last: bool) -> Future[Observation] | None:
     """The answer to the turn that has just ended after ``token_ids`` of the sequence.
 
-    A preempted sequence gets the answer that it got before. None if it wrote something else than before, with other weights or
-    on another machine: the conversation must start again.
+    A preempted sequence gets the answer that it got before. None if it now wrote something different, with other weights or on
+    another machine: the conversation must start again.
     """
     assert sequence.episode is not None
     index, turn_ids = sequence.turns, token_ids[sequence.turn_start :].copy()
@@ -309,7 +309,7 @@ def ask(policy: Policy, sequence: Sequence, token_ids: Ints, stop: StopReason, *
 
 
 _SAID: WeakSet[Policy] = WeakSet()
-"""Policies whose run has been told that the chat template rewrites history."""
+"""Policies for which a note already says that the chat template rewrites history."""
 
 
 def following_tokens(

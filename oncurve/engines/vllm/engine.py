@@ -6,7 +6,8 @@
 
 ``sample`` first pushes the policy's weights, so it always samples from the current ones. The first call starts vLLM (15 s or
 more). If the process dies, fails or sends nothing for ``scale.timeout_s``, it is restarted and asked for what is missing,
-twice; after that an EngineError says what happened. ``close`` ends the process; so does the end of this one, however it comes.
+at most twice; after that an EngineError says what happened. The process ends with ``close``, and with this process, even if
+that is killed.
 
 **On a cluster** a sampler is such an engine too, with a policy that receives the learner's weights. ``weight_source`` works as
 in the native engine: it is called a few times a second, and requests in flight continue with the new weights; their KV cache is
@@ -15,18 +16,17 @@ recomputed.
 **Random numbers**: vLLM uses its own generator, seeded for each completion from (seed, step, prompt, sample). The same request
 gives the same completions up to rounding, which in vLLM may depend on what else is in the batch.
 
-**Log-probs**: vLLM reports one number per token, before temperature or after truncation, fixed when it starts. So ``logps`` is
-right at temperature 1 with any truncation, and at any temperature without; both at once are refused. What vLLM does not report
-(``sampled_logps`` of a truncated distribution, ``raw_logps`` at another temperature) is NaN.
+**Log-probs**: vLLM reports one number per token, before temperature or after truncation; which one is fixed when it starts. So
+``logps`` is right at temperature 1 with any truncation, and at any temperature without; both at once are refused. What vLLM
+does not report (``sampled_logps`` of a truncated distribution, ``raw_logps`` at another temperature) is NaN.
 
 **Weights** are pushed under the names of a Hugging Face checkpoint: vLLM's own loader fuses, ties, splits and repacks them.
 On a GPU vLLM reads the policy's tensors in place (CUDA IPC); on a CPU they go through a safetensors file in shared memory.
 Under LoRA only the adapter is pushed.
 
-The handle on a vLLM process: start it, send and receive messages within a time limit, and end it.
-
-The limit counts from the last message; a process that dies is noticed within a second. Nothing that happens there can hang or
-crash the run: it gets a `VllmProcessLost` with the reason, and decides.
+**The process**: `VllmProcess` starts it, sends and receives messages within a time limit, and ends it. The limit counts for
+each message; a process that dies is noticed within a second. Nothing that happens there can hang or crash the run: the engine
+gets a `VllmProcessLost` with the reason, and decides.
 """
 
 from __future__ import annotations
@@ -200,11 +200,11 @@ def _end(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 
 OLDEST, NEWEST = (0, 26), (0, 32)
-"""The versions of vLLM that this was written against."""
+"""The oldest and the newest version of vLLM that are supported."""
 RESTARTS = 2
 """Restarts of a lost process in one call of ``sample``."""
 TYPICAL = 2048
-"""Tokens of a prompt with its completion for which the KV cache on a CPU has room."""
+"""On a CPU, the KV cache has room for this many tokens (prompt and completion) in each slot."""
 
 
 def check_vllm() -> str:

@@ -31,7 +31,7 @@ class Start:
     gpu_fraction: float
     """The fraction of the GPU's memory that vLLM may use, weights included."""
     cpu_kv_bytes: int
-    """On a CPU, the size of the KV cache if all slots are full."""
+    """On a CPU, the size of the KV cache; the worker allocates less if there is too little free memory."""
     tensor: int = 1
     """Tensor-parallel size."""
 

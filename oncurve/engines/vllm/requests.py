@@ -1,4 +1,4 @@
-"""One call of `VllmEngine.sample`: the requests that go to vLLM, and the groups that come of its answers.
+"""One call of `VllmEngine.sample`: the requests that go to vLLM, and the groups that its answers form.
 
 Each turn is a separate vLLM request: if an environment replies, the reply is in the context of the next.
 """

@@ -1,8 +1,8 @@
 """vLLM itself, in its own process behind a pipe. The only file that imports vllm.
 
-`oncurve.engines.vllm.engine` starts it: vLLM changes the thread counts, seeds and loggers of its process. Here it runs without
-a further process, so that a push of weights is a plain call and steps follow each other in the same order each time. Only with
-tensor parallelism (`scale.vllm_tensor`) vLLM starts one process per part, which end with this one.
+`oncurve.engines.vllm.engine` starts it as a separate process, because vLLM changes the thread counts, seeds and loggers of its
+process. vLLM starts no process of its own, so a push of weights is a plain call, and steps follow each other in the same order
+each time. Only with tensor parallelism (`scale.vllm_tensor`) it starts one process per part; these end with this one.
 
 Written against vLLM 0.26 to 0.32, of which it uses ``LLM``, its engine's ``add_request``, ``step`` and ``add_lora``, ``sleep``
 and ``wake_up``, and the workers' ``reload_weights``, which handles fused, tied and repacked weights.

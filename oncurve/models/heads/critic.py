@@ -19,8 +19,8 @@ from oncurve.records import Ints
 
 
 class ValueModel:
-    """``trunk`` is a copy of the policy's backbone with its own training, or with ``shared`` the policy's, trained by both
-    losses.
+    """``trunk`` is a copy of the policy's backbone that is trained separately. With ``shared`` it is the policy itself, trained
+    by both losses.
 
     The head starts at 0, so the first values are 0 and the first advantages are the rewards. It is at least float32, whatever
     the backbone's precision.

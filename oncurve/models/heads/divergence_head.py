@@ -18,7 +18,7 @@ from oncurve.models.heads.lm_head import Head, HeadGradient, at_temperature, gpu
 from oncurve.objective_specs import DivergenceName
 
 TEMPORARIES = 4
-"""Tensors of a chunk's logits that exist at once, relative to those of the plain head: chunks are smaller by this factor."""
+"""At once this many times as many tensors of a chunk's size exist as in the plain head: chunks are smaller by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def token_divergences(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(divergence from the teacher, log-prob of each target, entropy), each [M], in at least float32, and differentiable.
 
-    If one of the two heads has more logits, the first ones are compared: rows that pad a vocabulary belong to no token.
+    If one head has more logits than the other, only those that both have are compared: the rest are padding of a vocabulary.
     """
     hidden_MD = hidden_MD.to(head.weight_VD.dtype)
     if head.own is not None:

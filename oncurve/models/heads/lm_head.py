@@ -1,7 +1,8 @@
 """The LM head in chunks: log-prob and entropy of each token without a [tokens × vocabulary] tensor.
 
 For logits z (after the model's own scaling and soft cap, divided by the temperature): logp = z_y − lse(z), and H = lse(z) − Σ
-p·z. The backward pass recomputes each chunk's logits: d logp/dz = 1_y − p and dH/dz = −p·(log p + H).
+p·z. The backward pass recomputes the logits of each chunk if there are several: d logp/dz = 1_y − p and
+dH/dz = −p·(log p + H).
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ from oncurve.models.gradient_buffers import GradAccumulator
 CPU_CHUNK_LOGITS = 1 << 22
 """Logits held at once on a CPU: 16 MiB in float32, about the size of its caches."""
 GPU_CHUNK_LOGITS = 132 * 16 * 151_936
-"""Logits held at once on a GPU: 1.2 GiB in float32. With Qwen's vocabulary that is 2112 tokens, whose weight gradient in a
-model of
-width 1024 has a 128 × 128 tile for every multiprocessor of an H200."""
+"""Logits held at once on a GPU: 1.2 GiB in float32. With Qwen's vocabulary that is 2112 tokens: in a model of width 1024, the
+gradient of their hidden states then has a 128 × 128 tile for every multiprocessor of an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +130,8 @@ class Truncation:
     """What top-k, top-p or min-p kept at each token: the log of its total probability and, if they were found, the tokens.
 
     ``ids_K`` holds the kept tokens of all positions end to end, ``count_M`` (on the host) how many each has; 0 if all were
-    kept. They are found with the weights that sampled and stay the same while weights change: with the set S fixed, the mean
-    of π_new(a)/π_new(S) over π_old(a)/π_old(S) is 1; over another set it is not.
+    kept. They are found with the weights that sampled and stay the same while weights change: with the set S fixed, the ratio
+    of π_new(a)/π_new(S) to π_old(a)/π_old(S) has mean 1 over samples; with a set that changes it does not.
     """
 
     log_mass_M: Tensor
@@ -139,7 +139,7 @@ class Truncation:
     ids_K: Tensor | None = None
 
     def part(self, tokens: slice) -> Truncation:
-        """That of some of the tokens."""
+        """The truncation of some of the tokens."""
         if self.count_M is None or self.ids_K is None:
             return Truncation(self.log_mass_M[tokens])
         first, size = int(self.count_M[: tokens.start].sum()), int(self.count_M[tokens].sum())
@@ -147,7 +147,7 @@ class Truncation:
 
     @staticmethod
     def join(parts: Sequence[Truncation]) -> Truncation:
-        """That of several parts' tokens, one part after the other."""
+        """The truncation of several parts' tokens, one part after the other."""
         counts = [part.count_M for part in parts if part.count_M is not None]
         ids = [part.ids_K for part in parts if part.ids_K is not None]
         masses = torch.cat([part.log_mass_M for part in parts])
@@ -250,7 +250,7 @@ def _token_logps_cuda(
 class HeadGradient:
     """Gradients of a head's input, weight and bias, from those of its logits at a temperature, chunk by chunk.
 
-    ``needed`` says for which of the three there is one; that of the input is always computed. Sums over chunks have ``dtype``.
+    ``needed`` says which of the three are needed; that of the input is always computed. Sums over chunks have ``dtype``.
     """
 
     def __init__(
@@ -279,14 +279,14 @@ class HeadGradient:
             self.grad_bias += grad.sum(0)
 
     def results(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """In the precision of the head's input, weight and bias."""
+        """The gradients of the head's input, weight and bias, in the precision of each."""
         weight = None if self.grad_weight is None else self.grad_weight.to(self.weight_VD.dtype)
         bias = None if self.grad_bias is None or self.bias_V is None else self.grad_bias.to(self.bias_V.dtype)
         return self.grad_hidden, weight, bias
 
 
 class _ChunkedHead(torch.autograd.Function):
-    """With one chunk, its probabilities are saved for the backward pass; with several, each chunk is recomputed."""
+    """With one chunk and no soft cap, the probabilities are saved for the backward pass; otherwise each chunk is recomputed."""
 
     @staticmethod
     def forward(ctx, hidden_MD, weight_VD, bias_V, target_M, head: Head, temperature: float):  # type: ignore[no-untyped-def]

@@ -1,10 +1,10 @@
 """What a decoder's blocks compute, found by watching one forward pass of the model's own modules.
 
 A block is described by where its norms are and what they compute, its linear layers, its activation, its rotary embedding, and
-its scales. Nothing is looked up by the name of a family: hooks record which module reads which tensor, and each kind of module
-is tried on numbers made for the purpose. A block in which anything is left unexplained is not described.
+its scales. Nothing is looked up by the name of a family: hooks record which module reads which tensor, and norms and
+activations are run on test inputs. A block in which anything is left unexplained is not described.
 
-Two forms of a block are described, with n₁ to n₄ norms or nothing, and s the residual scale:
+Two forms of a block are described. n₁ to n₄ are norms, each of which may be missing, and s is the residual scale:
 
     sequential    m = x + s·n₂(attention(n₁(x))),  y = m + s·n₄(mlp(n₃(m)))
     parallel      y = x + s·n₂(attention(n₁(x))) + s·n₄(mlp(n₁(x)))
@@ -78,7 +78,7 @@ class Norm:
 class Rope:
     """A rotary embedding of the first ``size`` numbers of a head, in pairs (i, i + size/2), or (2i, 2i + 1) if interleaved.
 
-    ``arguments`` are those of the model's rotary module besides a tensor and the positions.
+    ``arguments`` are what the model's rotary module takes besides a tensor and the positions.
     """
 
     size: int
@@ -104,12 +104,12 @@ class BlockDescription:
     attention_norm: Norm | None
     mlp_norm: Norm | None
     output_norm: Norm | None
-    """Before and after attention, before and after the MLP."""
+    """The four norms: before and after attention, before and after the MLP."""
     is_parallel: bool
     qkv: tuple[nn.Module, ...]
     q_norm: Norm | None
     k_norm: Norm | None
-    """Over a head, or over all heads together if the weight is as wide as they are."""
+    """Norms of q and k: over each head, or over all heads together if the weight is that wide."""
     rope: Rope | None
     scale: float
     window: int | None
@@ -148,7 +148,7 @@ class BlockDescription:
 
 @dataclass(frozen=True, slots=True)
 class DecoderDescription:
-    """A decoder: its embedding and the scale of it, its blocks and its final norm."""
+    """A decoder: its embedding and that embedding's scale, its blocks and its final norm."""
 
     embedding: nn.Embedding
     embedding_scale: float
@@ -161,7 +161,7 @@ class DecoderDescription:
 
     @property
     def is_llama_like(self) -> bool:
-        """Whether all blocks are alike in everything but their windows, and like Llama's."""
+        """Whether all blocks are like Llama's and share one rotary embedding and one attention scale. Windows may differ."""
         first = self.blocks[0]
         return (
             self.embedding_scale == 1
@@ -216,7 +216,7 @@ class _LayerTrace:
     attend: _Attend | None = None
     after: list[_Call] = field(default_factory=list)
     containers: list[_Call] = field(default_factory=list)
-    """Of the layer's children that have children themselves, such as its MLP."""
+    """The calls of the layer's children that have children themselves, such as its MLP."""
     output: Tensor | None = None
 
 
@@ -314,7 +314,7 @@ def _first(output: Any) -> Any:
 
 @torch.no_grad()
 def describe(model: PreTrainedModel) -> DecoderDescription | str:
-    """The description of a model that runs through our attention, or what it has no words for."""
+    """The description of a model that runs through our attention, or a text that says what can't be described."""
     present = model.config._attn_implementation
     model.set_attn_implementation(attention_interface.NAME)
     try:
@@ -442,7 +442,7 @@ class _Explanation:
         )
 
     def _mlp(self, out: nn.Module) -> tuple[Mlp | nn.Module, Tensor, Tensor]:
-        """The MLP, described or else as the one module of the layer besides attention, with what it reads and writes."""
+        """(MLP, its input, its output). If the MLP can't be described, it is the only module of the layer besides attention."""
         try:
             return self._described_mlp()
         except Undescribed:
@@ -500,7 +500,8 @@ class _Explanation:
                 norms[i] = norm = _norm_of(call.module)
                 width = product.shape[-1]
                 if not any(torch.equal(call.input.flatten(), y.flatten()) for y in (product, _by_head(product, d))):
-                    raise Undescribed("a norm of q and k after the rotary embedding")  # the same while its weight is uniform
+                    # The outputs alone would not show this while the norm's weight is uniform.
+                    raise Undescribed("a norm of q and k after the rotary embedding")
                 if norm.is_centred or norm.bias is not None or norm.weight.numel() not in (d, width):
                     raise Undescribed("a norm of q and k that is no RMSNorm over a head or over all heads")
             if norms[0] is None or norms[1] is None or norms[0].eps != norms[1].eps or norms[0].offset != norms[1].offset:
@@ -646,9 +647,9 @@ def _known_scales(config: Any) -> set[float]:
 
 
 def _scale_between(one: Tensor, other: Tensor, config: Any, beside: Tensor | None = None) -> float:
-    """s with other = s·one, exactly 1 or a number of the config if it is one of those up to rounding.
+    """s with other = s·one. If s is 1 or a number of the config up to rounding, exactly that number is returned.
 
-    ``beside``: what ``other`` was the difference to, whose rounding it has.
+    ``beside``: the tensor that was subtracted to get ``other``, which therefore carries its rounding.
     """
     a, b = one.double().flatten(), other.double().flatten()
     size = float(a @ a)

@@ -61,7 +61,7 @@ _FREE: list[Tensor] = []
 
 
 def _take_memory(size: int) -> Tensor:
-    """Memory for ``size`` numbers. Linux would hand out more than there is, and kill the process when it is written to."""
+    """Memory for ``size`` numbers. A size that does not fit is refused: Linux would grant it, and kill the process later."""
     memory = _FREE.pop() if _FREE else torch.empty(0)
     if len(memory) >= size:
         return memory
@@ -168,7 +168,7 @@ def _linears(block: Block) -> tuple[FusedLinear, FusedLinear, FusedLinear, Fused
 
 
 def _adapter_gradients(adapter: Adapter, grad_OI: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Of A and B, from the gradient g of W + s·B·A: dA = s·Bᵀg, dB = s·g·Aᵀ."""
+    """The gradients of A and B, from the gradient g of W + s·B·A: dA = s·Bᵀg, dB = s·g·Aᵀ."""
     if not adapter.is_enabled:
         return None, None
     return adapter.scale * (adapter.b.T @ grad_OI), adapter.scale * (grad_OI @ adapter.a.T)

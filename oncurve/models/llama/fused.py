@@ -1,4 +1,6 @@
-"""Fused modules for the Llama family: the same backbone in about a third of the operations. Fast path on a CPU, base on a GPU.
+"""Fused modules for the Llama family: the same backbone in about a third of the operations.
+
+They are the fast path on a CPU, and the base of the one on a GPU (cuda_backbone.py).
 
 A tiny model spends its time between operations, not in them. Here q, k and v are one matrix product, gate and up another, and
 the norms and SwiGLU have hand-written backward passes. The weights are the model's own parameters: they are moved once into
@@ -35,8 +37,8 @@ SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}
 class FusedLinear:
     """Several linear layers of one input as one matrix product.
 
-    ``weight`` is the joint tensor that the layers' weights are views of. Adapters are merged into a copy when it is asked for
-    (``merged``), or if ``joins_lora``, their A matrices follow the weights in the same storage and ``lora`` adds them.
+    ``weight`` is the joint tensor that the layers' weights are views of. With ``joins_lora``, the A matrices of adapters
+    follow the weights in the same storage and ``lora`` applies the adapters. Otherwise ``merged`` adds them to a copy.
     """
 
     layers: Sequence[Any]

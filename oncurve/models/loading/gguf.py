@@ -49,7 +49,7 @@ def is_gguf(source: str) -> bool:
 
 
 def convert_to_cache(file: Path, dtype: str) -> Path:
-    """The cached folder of a GGUF file, converted if it is missing. It is named by the file's content."""
+    """The cached folder of a GGUF file, converted if it is missing. Its name has the file's digest and the dtype."""
     _check_file(file)
     folder = cache_folder() / "models" / f"{file.stem}-{_digest(file)[:12]}-{dtype}"
     if not (folder / "config.json").is_file():

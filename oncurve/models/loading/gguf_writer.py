@@ -1,11 +1,11 @@
 """Writes a model as a GGUF file for llama.cpp and Ollama: float16, or quantised to 8 or 4 bits; with a Modelfile for Ollama.
 
 Only what llama.cpp computes in the same way is written. A family, a rope scaling, a sliding window or a tokenizer that the
-file could not describe is refused: the file would load, and write other text.
+file could not describe is refused: the model would load and generate other text.
 
 Types of tensors, as llama.cpp's own quantiser chooses them: vectors are float32. With q4_k_m, matrices are Q4_K; the head (or
 the tied embedding), and the value and down projections of the first and last eighth and of every third layer between them, are
-Q6_K. Rows that are not a multiple of 256 long take Q5_0 and Q8_0 instead.
+Q6_K. If the length of rows is not a multiple of 256, Q5_0 and Q8_0 take their place, and if it is not one of 32, float16.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _quantise(gguf: Any, name: str, values: np.ndarray[Any, Any], tensor_type: A
 
 
 def _tokenizer_fields(tokenizer: Any, config: Any) -> dict[str, Any]:
-    """Tokens, types, merges and the pre-tokenizer's name; raises ModelError if llama.cpp would split text otherwise."""
+    """Tokens, types, merges and the pre-tokenizer's name; raises ModelError if llama.cpp would split text differently."""
     data = json.loads(tokenizer.backend_tokenizer.to_str())
     normalizer = data["normalizer"] and data["normalizer"]["type"]
     if normalizer not in (None, "NFC"):  # texts that are not in NFC are rare, and llama.cpp takes them as they are

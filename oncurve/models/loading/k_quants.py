@@ -6,9 +6,9 @@ that multiplies them:
     Q4_K   w ≈ d·s·q − m·t    q in 0 … 15, sub-blocks of 32; s and t have 6 bits, d and m are float16
     Q6_K   w ≈ d·s·(q − 32)   q in 0 … 63, sub-blocks of 16; s is an int8, d is float16
 
-The scale of a sub-block is the one, of a few candidates around "the range divided by the levels", with the smallest squared
-error; for each candidate, the best scale (and offset) given the rounded levels is the least-squares solution. Errors of large
-weights count more, because they move the output more.
+Of a few candidates around "the range divided by the largest level", the scale of a sub-block is the one with the smallest
+squared error; for each candidate, the best scale (and offset) given the rounded levels is the least-squares solution. Errors of
+large weights count more, because they move the output more.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ SUPER_BLOCK = 256
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 CANDIDATES_Q4 = np.linspace(-1.0, 1.0, 21, dtype=np.float32)
-"""Candidates for a block's scale: each is added to 15, the number of levels, before the range is divided by it."""
+"""Candidates for a block's scale: each is added to 15, the largest level, before the range is divided by the sum."""
 CANDIDATES_Q6 = np.linspace(-0.9, 0.9, 19, dtype=np.float32)
-"""Candidates for a block's scale: each is added to 32, the number of levels, before the largest weight is divided by it."""
+"""Candidates for a block's scale: each is added to 32, the largest level, before the largest weight is divided by the sum."""
 
 
 def quantise_q4_k(weights: Floats) -> Bytes:

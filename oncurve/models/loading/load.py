@@ -59,8 +59,8 @@ CHAT_TEMPLATE = (
     "<tool_call>{{ call.function | tojson }}</tool_call>{%- endfor -%}{{ eos_token }}"
     "{%- else -%}{{ m.role }}: {{ m.content }}{{ '\\n' }}{%- endif -%}{%- endfor -%}"
 )
-"""The built-in tokenizer's chat template. The schemas of tools would fill a tiny model's context: demonstrations show their
-use."""
+"""The built-in tokenizer's chat template. It leaves out the schemas of tools, which would fill a tiny model's context;
+demonstrations show how tools are called."""
 
 
 def build_tokenizer(alphabet: str, *, chat: bool = False) -> PreTrainedTokenizerFast:
@@ -140,7 +140,7 @@ def cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def load_adapter_over(base: Policy, config: Model) -> Policy:
-    """Load the adapter of a recipe over a base that is loaded already, whose weights it shares. It can't be trained."""
+    """Load a recipe's adapter over a loaded base. The new policy shares the base's weights and can't be trained."""
     model = base.shared_model()
     if config.adapter is not None:
         lora.load(model, Path(config.adapter))
@@ -277,8 +277,9 @@ def _quantisation_options(config: Model) -> dict[str, Any]:
 
 
 def check_quantised(config: Model, policy: Policy | None) -> None:
-    """Refuse a model most of whose layers stay in 16 bits, in new runs. bitsandbytes quantises linear modules only, and
-    transformers holds all experts of a layer in one tensor. Embeddings do not count: they are looked up."""
+    """Refuse a model if most weights of its layers would stay in 16 bits; only new runs are checked. bitsandbytes quantises
+    linear modules only, and transformers holds all experts of a layer in one tensor. Embeddings do not count: they are looked
+    up."""
     if config.quantise is None or policy is None:
         return
     model = policy.model
@@ -493,7 +494,7 @@ def check_folder(source: str) -> None:
 
 
 def _check_files(folder: Path) -> None:
-    """Refuse FIFOs and devices, for which a reader would wait without end."""
+    """Refuse FIFOs and devices: reading one could block forever."""
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         if path.exists() and not path.is_file() and not path.is_dir():
             raise ModelError(

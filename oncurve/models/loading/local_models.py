@@ -138,7 +138,7 @@ def _architecture(config: dict[str, Any]) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    if not path.is_file():  # a FIFO would be waited for
+    if not path.is_file():  # reading a FIFO would block
         return None
     try:
         data = json.loads(path.read_bytes())

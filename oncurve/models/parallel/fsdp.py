@@ -3,7 +3,7 @@ GPU.
 
 Each rank holds a shard of every weight, in float32. For a pass of the learner, a layer's weights are gathered just before it
 runs and freed after it. For sampling, all weights are gathered once (`full_weights`) in the compute precision, so the model
-itself must fit next to a rank's shards; gradients, master weights and moments need not. If the model does not fit either
+itself must fit next to a rank's shards; gradients, master weights and moments need not. If the model does not fit even so
 (`scale.gather = false`), the sampler's passes gather layer by layer too, and ranks run them in lockstep (`in_lockstep`). The
 model's own modules are used: the fast paths would move weights that FSDP2 manages.
 
@@ -121,7 +121,7 @@ class ShardedPolicy(Policy):
     def pack_logps(self, pack: Pack, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         logps = super().pack_logps(pack, temperature)
         if not torch.is_grad_enabled():
-            self.fsdp_root.reshard()  # no backward pass will, and the weights may change before the next pass
+            self.fsdp_root.reshard()  # no backward pass will do it, and the weights may change before the next pass
         return logps
 
     def truncated_pack_logps(

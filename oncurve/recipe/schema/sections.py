@@ -62,8 +62,9 @@ class Sampling(Section):
     temperature: NonNegative = 1.0
     """1 samples the policy itself, which the formulas assume. 0 is greedy, for evaluation only."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling: keep the most likely tokens up to this probability mass, of what `top_k` leaves. 1 keeps all. grpo and
-    ppo train the truncated policy: the learner renormalises its log-probs over the tokens that were kept."""
+    """Nucleus sampling: of the tokens that `top_k` keeps, renormalised, keep the most likely ones up to this probability mass.
+    1 keeps all. grpo and ppo train the truncated policy: the learner renormalises its log-probs over the tokens that were
+    kept."""
     top_k: Count = 0
     """Keep the k most likely tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
@@ -110,9 +111,10 @@ class Engine(Section):
     drafts the tokens that followed it, and verifies them in the same pass. A drafted token is accepted only if it is the token
     that is sampled anyway. `own` searches the prompt and the completion; `group` also searches the other completions of the
     group and the prompt's last answers. `auto` is `group` for models that C decodes, where drafts use rows that are computed in
-    any case, and `off` on a GPU and in torch. There are no drafts with recurrent layers or `task.history = "template"`,
-    while `routing_replay` or `balance_loss` record the experts of training samples, nor with more than 16 slots in torch on a
-    CPU or 256 on a GPU. If you ask for drafts, the run's log says how many rows each slot has, or why there are none."""
+    any case, and `off` on a GPU and in torch. Drafts are not used with recurrent layers, on the general path, with
+    `task.history = "template"`, for samples whose experts `routing_replay` or `balance_loss` records, or with more than 16
+    slots in torch on a CPU or 256 on a GPU. With `own` or `group`, the run's log says how many rows each slot has, or why there
+    are no drafts."""
 
 
 class Guard(Section):
@@ -120,8 +122,9 @@ class Guard(Section):
 
     spike: NonNegative = 100.0
     """Skip an update if its gradient norm, loss, KL or mean reward is more than this many deviations from the median of the
-    last `window` updates. One deviation is the median absolute deviation, but at least a tenth of the median. 0: skip only NaN
-    and infinity. 100 is far outside of healthy training: gradient clipping already limits smaller spikes."""
+    last `window` updates. One deviation is 1.48 times the median absolute deviation, but at least a tenth of the median, and at
+    least 0.01 for the gradient norm and KL, 0.1 for the loss and 1 for the reward. 0: skip only NaN and infinity. 100 is far
+    outside of healthy training: gradient clipping already limits smaller spikes."""
     window: PositiveInt = 50
     """Number of past updates that a spike is measured against. With fewer than 8, nothing counts as a spike."""
     rollback_after: Count = 0
@@ -150,8 +153,8 @@ class Optimiser(Section):
     max_grad_norm: NonNegative = 1.0
     """Clip the gradient to this norm; 0 does not clip."""
     moments: Literal["float32", "int8"] = "float32"
-    """Precision of Adam's moments. `int8` stores blocks of 128 with one scale each: a quarter of the memory, and a little
-    noise; updates are as long as with float32."""
+    """Precision of Adam's moments. `int8` stores blocks of 128 with one scale each, in a quarter of the memory. It adds a
+    little noise to updates and does not change their mean size."""
     on_cpu: bool = False
     """Keep master weights and moments in CPU memory. The GPU then holds only weights and gradients, and each update waits for
     the transfer."""
@@ -206,8 +209,8 @@ class Kl(Section):
     refresh_every: Count = 0
     """Iterative GRPO: the reference becomes the current policy every N steps; 0: never."""
     refresh_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Fraction of the policy in a refreshed reference; the rest is the reference before. With `refresh_every = 1` and 0.01 the
-    reference is an exponential mean of the policy's weights over about 100 steps. 1: it becomes the policy."""
+    """Fraction of the policy in a refreshed reference; the rest is the previous reference. With `refresh_every = 1` and 0.01
+    the reference is an exponential moving average of the policy's weights over about 100 steps. 1: it becomes the policy."""
     on_cpu: bool = False
     """Keep the reference's weights in CPU memory, and swap them with the policy's for its forward pass. This saves a second
     copy on the GPU and costs two transfers per step. With LoRA there is no second copy anyway."""
@@ -227,13 +230,13 @@ class EntropyControls(Section):
     """With `clip_cov`: the covariances from which tokens are chosen."""
     kl_cov: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     """KL-cov: penalise |log ratio| at this fraction of the tokens, those of highest covariance, at least one (arXiv 2505.22617
-    uses 0.0002 to 0.002). It needs more than one update per step, because the ratio is 1 before. Unset: none."""
+    uses 0.0002 to 0.002). It needs more than one update per step, because every ratio is 1 at the first. Unset: none."""
     kl_cov_weight: PositiveFloat = 1.0
     """With `kl_cov`: weight of the penalty."""
     target: PositiveFloat | None = None
-    """Adaptive entropy bonus (arXiv 2505.22312): a target in nats per token. After each step `entropy_bonus`, which is then its
-    first value, grows by `bonus_step` if the entropy is at or below the target, else it falls; it is applied only while the
-    entropy is at or below the target. Unset: the bonus is fixed."""
+    """Adaptive entropy bonus (arXiv 2505.22312): a target in nats per token. The bonus starts at `entropy_bonus`. After each
+    step it grows by `bonus_step` if the entropy was at or below the target, and shrinks by it otherwise. It is applied only in
+    steps that follow one with an entropy at or below the target. Unset: the bonus is fixed."""
     bonus_step: PositiveFloat = 0.005
     """With `target`: change of the bonus after a step."""
     max_bonus: PositiveFloat = 1.0
@@ -305,7 +308,7 @@ class Scale(Section):
     """With `shard = "full"`: number of ranks that split each layer between them (tensor parallel, by transformers' plan for the
     model) and learn from the same groups. Must divide `ranks`, and the model's heads, KV heads and widths."""
     offload: bool = False
-    """With `shard = "full"`: keep the shards of weights and moments in CPU memory, for GPUs with too little of it; slower."""
+    """With `shard = "full"`: keep the shards of weights and moments in CPU memory: slower, with less GPU memory."""
     gather: bool = True
     """With `shard = "full"`: gather all weights once for sampling. If false, every token gathers them again, layer by layer:
     many times slower, and the only way if the weights alone do not fit on a GPU."""
@@ -404,4 +407,5 @@ class Evaluation(Section):
     samples: PositiveInt = 1
     """Completions per held-out prompt."""
     max_new_tokens: PositiveInt | None = None
-    """Length limit. Unset: the stage's own, or 256."""
+    """Length limit. Unset: the stage's `sampling.max_new_tokens`; after a stage that does not sample, the largest of the
+    recipe's stages, or without one 256, or less if the model has fewer positions."""

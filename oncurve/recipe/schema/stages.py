@@ -63,7 +63,7 @@ class StageBase(Section):
     third more time. `auto`: on a GPU, for as many layers of the policy as the memory requires. The gradient is the same."""
     eval_every: Count = 0
     """Evaluate on the held-out split every N steps, in addition to the end of the stage; 0: only at the end. Without a
-    verifiable reward the mean reward is measured, and before the first step too."""
+    verifiable reward, the mean reward is measured instead, also once before the first step."""
     save_every: Count = 0
     """Write a checkpoint every N steps, in addition to the end of the stage; 0: only at the end."""
     keep_checkpoints: PositiveInt = 3
@@ -306,7 +306,8 @@ class Curriculum(Section):
     """A file of first pass rates, written by `oncurve probe RECIPE --estimates FILE`. Unset: none are known."""
     first_samples: PositiveInt | None = None
     """Adaptive group size: sample this many completions of each prompt first. The rest of the step's `prompts_per_step ×
-    group_size` completions go to the prompts whose first ones disagree, evenly. Unset: every group has `group_size`."""
+    group_size` completions are divided evenly among the prompts whose first completions disagree. Unset: every group has
+    `group_size`."""
     max_group_size: PositiveInt | None = None
     """With `first_samples`: the largest group. What no group can take goes to the prompts whose first completions agree. Unset:
     4 × `group_size`."""
@@ -361,13 +362,13 @@ class Grpo(PolicyGradientStage):
     curriculum: Curriculum | None = None
     """Selects prompts by their pass rate. Unset: prompts come in epochs, each shuffled by (seed, epoch)."""
     carry_over: Count = 0
-    """A step ends while this many groups are unfinished. They continue in the next step, with its weights: a few long answers
-    don't hold up a step. The run records which weights sampled which token, and `importance_cap` corrects for older ones. The
-    last step finishes all. 0: every step finishes its groups."""
+    """A step ends as soon as only this many groups are unfinished. They continue in the next step, with its weights, so that a
+    few long answers don't hold up a step. The run records which weights sampled which token, and `importance_cap` corrects for
+    older ones. The last step finishes all. 0: every step finishes its groups."""
     routing_replay: bool = False
-    """Mixtures of experts: let each token take the experts in the learner that it took in the sampler, so that their log-probs
-    are of the same function. Routers keep their gradient. Useful in 16 bits, where a router near a tie may choose differently
-    in the two; the choices are recorded and take memory (2 bytes for each token, layer and chosen expert)."""
+    """Mixtures of experts: in the learner, route each token to the experts that it took in the sampler, so that both compute
+    the same log-prob. Routers keep their gradient. Useful in 16 bits, where a router near a tie may choose differently in the
+    two; the recorded choices take memory (2 bytes for each token, layer and chosen expert)."""
     balance_loss: NonNegative = 0.0
     """Mixtures of experts: weight of the balance loss (Switch Transformer), which keeps the load of experts even; 0.001 is
     usual. It counts the tokens that the policy sampled."""
@@ -402,8 +403,9 @@ class Teacher(Section):
     """A teacher: a model with the policy's vocabulary, an endpoint, or the policy itself with more context."""
 
     model: str
-    """A folder in Hugging Face format or a hub id; with an address, the model's name at the endpoint. `self`: the policy's own
-    weights, which needs `context`. A LoRA policy and the model that it adapts share their weights."""
+    """A folder in Hugging Face format or a hub id; with `base_url`, the model's name at the endpoint. `self`: the policy's own
+    weights, which needs `context`. If it is `model.source` of a LoRA policy, no second copy is loaded: the adapter is disabled
+    for the teacher's pass."""
     name: str | None = None
     """The value of `teacher_column` that selects this teacher. Unset: `model`."""
     context: str | None = None
@@ -497,8 +499,8 @@ class Critic(Section):
     """Values are mean + std × the head's output, with mean and std of the rewards of the stage's first step. The critic then
     starts at the mean reward; otherwise it starts at 0 and has to learn the mean first."""
     updates_per_step: PositiveInt | None = None
-    """The critic's passes over a step's samples: at least the policy's, and the further ones after the policy's updates. Unset:
-    the policy's."""
+    """The critic's passes over a step's samples, at least as many as the policy's; the extra ones run after the policy's
+    updates. Unset: as many as the policy's."""
 
 
 class Ppo(PolicyGradientStage):
@@ -534,7 +536,7 @@ class Ppo(PolicyGradientStage):
     @model_validator(mode="after")
     def _check_critic(self) -> Ppo:
         if self.critic.trunk != "shared" and self.critic.loss_weight != Critic.model_fields["loss_weight"].default:
-            because = "a separate critic has an optimiser of its own, and no loss that its loss would be weighed against"
+            because = "a separate critic has its own optimiser: its loss is not added to the policy's, so it needs no weight"
             fix = 'remove it and set critic.learning_rate, or use critic.trunk = "shared"'
             raise conflict("critic.loss_weight", self.critic.loss_weight, because=because, fix=fix)
         if self.critic.warmup_steps >= self.steps:
@@ -589,8 +591,8 @@ class Dpo(StageBase):
     type: Literal["dpo"] = "dpo"
     """The stage's type."""
     pairs: str
-    """The file of pairs, one per row: `.jsonl`, `.json` (either with `.gz`) or `.parquet`. With `label_column`: of single
-    completions."""
+    """The file of pairs, one per row: `.jsonl`, `.json` (either with `.gz`) or `.parquet`. With `label_column`, each row is
+    a single completion."""
     prompt: str = "prompt"
     """Column of the prompt: text or a list of messages. Without this column the pairs may be complete dialogues that differ in
     the last answer, as messages or as `Human: … Assistant: …`."""
@@ -617,7 +619,8 @@ class Dpo(StageBase):
     margin: NonNegative = 0.5
     """γ, for simpo only: how much better per token the chosen completion must be, in units of 1/β."""
     desirable_weight: PositiveFloat = 1.0
-    """For kto: weight of desirable completions. The paper keeps this times their number between 1 and 4/3 of the others'."""
+    """For kto: weight of desirable completions. The paper chooses both weights so that weight × number of desirable completions
+    is between 1 and 4/3 times weight × number of undesirable ones."""
     undesirable_weight: PositiveFloat = 1.0
     """For kto: weight of undesirable completions."""
 

@@ -165,7 +165,7 @@ class JudgeReward:
         ranking = await self._client.ask(request, lambda reply: _ranking(reply, len(texts)))
         ranks = {order[shown - 1]: rank for rank, shown in enumerate(ranking)}
         last = len(texts) - 1
-        return [Score(1 - ranks[i] / last, f"{ranks[i] + 1}. of {len(texts)}") for i in range(len(texts))]
+        return [Score(1 - ranks[i] / last, f"ranked {ranks[i] + 1} of {len(texts)}") for i in range(len(texts))]
 
     def _request(self, prompt: Prompt, texts: Sequence[str]) -> dict[str, Any]:
         titles = [f"Answer {n}" for n in range(1, len(texts) + 1)] if self.options.mode == "rank" else ["Answer"]

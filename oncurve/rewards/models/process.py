@@ -99,7 +99,7 @@ class ProcessOptions(Section):
 
 @dataclass(frozen=True)
 class ProcessReward:
-    """Step rewards from one source. It needs the policy's tokenizer (`set_decoder`) to find each step's last token."""
+    """Step rewards from one source. It needs the policy's decode function (`set_decoder`) to find each step's last token."""
 
     name: str
     weight: float

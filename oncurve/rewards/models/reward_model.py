@@ -230,7 +230,7 @@ def load_reward_model(source: str, kind: str, where: str, dtype: str = "float32"
             where,
             source,
             because=f"{str(error).strip().partition(chr(10))[0]} ({type(error).__name__})",
-            fix="name a folder or hub id of a model for this class",
+            fix=f"name a folder or hub id that transformers.{kind} can load",
         ) from None
     if kind == "AutoTokenizer":
         return result

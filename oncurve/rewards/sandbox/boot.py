@@ -1,4 +1,5 @@
-"""Starts a zygote by this file's path. A sandbox can read this folder only, so empty modules replace its parent packages."""
+"""Starts a zygote by this file's path. Of our code, a sandbox can read only this folder, so empty modules replace its parent
+packages."""
 
 from __future__ import annotations
 

@@ -8,9 +8,8 @@
 
 The kernel enforces each for the rest of the process's life; the process itself can't undo them.
 
-Numbers of the system calls that a sandboxed program may not make, on x86-64 and on 64-bit ARM (None: it has no such call).
-
-This is a list of refused calls, not of allowed ones, because the standard library of each Python version uses other harmless
+`REFUSED` has the numbers of the system calls that a sandboxed program may not make, on x86-64 and on 64-bit ARM (None: it has
+no such call). It lists refused calls, not allowed ones, because the standard library of each Python version uses other harmless
 ones. Calls newer than the newest known here are refused too (`NEWEST`).
 """
 
@@ -35,7 +34,7 @@ _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _CLONE_THREAD = 0x00010000
 
 READ_FILE, READ = 1 << 2, (1 << 2) | (1 << 3)
-"""Landlock's rights to read a file, and to list a folder too."""
+"""Landlock's right to read files; and the rights to read files and to list folders."""
 
 
 def set_limits(cpu_seconds: float, memory: int, file_size: int, open_files: int) -> None:
@@ -59,7 +58,8 @@ def die_with_parent() -> None:
 
 
 def lock(readable: Iterable[str], scratch: str, need_landlock: bool, watcher: socket.socket) -> None:
-    """Applies every restriction but the limits. Raises OSError if the kernel does not support one.
+    """Applies every restriction except the limits. Raises OSError if the kernel does not support one; without Landlock only if
+    ``need_landlock``.
 
     ``watcher`` receives the descriptor on which threads and files are counted (`Counts`); this process keeps none.
     """

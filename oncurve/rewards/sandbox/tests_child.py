@@ -26,7 +26,8 @@ from oncurve.rewards.sandbox.program_child import SHARED_MODULES, send_line
 MAX_REPLY_BYTES = 16 << 20
 _PREDICATES = ("startswith", "endswith", "issubset", "issuperset", "isdisjoint")
 """Methods of built-in types that compare with their argument, which may be the expected value. They are not called on an object
-of the program, unless tests use attributes that no built-in type has: then results are objects to them."""
+of the program with a plain value, unless the tests use attributes that no built-in type has, because the program then returns
+objects of its own classes."""
 _PLAIN_TYPES = (str, bytes, int, float, complex, list, tuple, set, frozenset, dict)
 _DUNDERS = ("__name__", "__doc__", "__dict__")
 _HELPERS = {
@@ -171,7 +172,7 @@ class RemoteProgram:
         return RuntimeError(f"{kind.__name__}: {message}")
 
     def exception_class(self, lineage: Sequence[Sequence[Any]], number: int | None = None) -> type[BaseException]:
-        """The class of this name here: the built-in one, or one that derives from what the program's derives from."""
+        """The class that stands for the program's exception here: the built-in one, or one of this name with the same bases."""
         (name, is_builtin), *bases = lineage
         if is_builtin:
             builtin = vars(builtins).get(name)
@@ -395,7 +396,7 @@ def run_tests(job: dict[str, Any], requests: int, replies: int, results: int) ->
 def program_names(remote: RemoteProgram, exports: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """The program's names that tests may use.
 
-    Built-in names stay the tests' own, but for the function under test. So do modules of the standard library that the tests
+    Built-in names stay the tests' own, except for the function under test. So do modules of the standard library that the tests
     use (`math.isclose`), and functions that they wrap around what they test (`isclose`).
     """
     used = _TestNames.of(job)

@@ -2,8 +2,8 @@
 
 Strings, booleans, None, numbers and lists are JSON themselves; other plain values are tagged: large integers, tuples, sets,
 dicts, bytes, complex numbers, fractions, decimals, dates, deques, counters, named tuples, built-in types. Anything else stays
-in its process and is passed by reference. What arrives is always a plain value: an object of the program with its own `==`
-can't get through.
+in its process and is passed by reference. What arrives is always a plain value or a reference: an object of the program with
+its own `==` can't get through.
 """
 
 from __future__ import annotations

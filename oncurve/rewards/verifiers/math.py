@@ -32,7 +32,8 @@ from oncurve.workers.pool import Workers, python_workers, shared
 MAX_DEPTH = 30
 """Nested brackets of an answer; one with more is wrong unless it is spelt like the gold answer."""
 MAX_LENGTH = 2000
-"""Characters of an answer; a longer one is wrong, because parsing it would take too long."""
+"""Characters of an answer; a longer one is wrong unless it is spelt like the gold answer, because parsing it would take too
+long."""
 MAX_CACHED_PAIRS = 200_000
 
 _PLAIN_TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}")

@@ -1,8 +1,8 @@
 r"""Compares two answers with `math-verify`, in a worker process (`python -m oncurve.rewards.verifiers.math_worker`).
 
-Its own time limits are switched off: they use SIGALRM, fail outside of the main thread, and clear an alarm that was set. The
-worker's time limit replaces them (`oncurve/workers/child.py`). Numbers that are too large to evaluate, such as `9^{9^{9}}`,
-equal only their own spelling.
+math-verify's own time limits are switched off: they use SIGALRM, fail outside of the main thread, and clear an alarm that was
+set. The worker's time limit replaces them (`oncurve/workers/child.py`). Numbers that are too large to evaluate, such as
+`9^{9^{9}}`, equal only their own spelling.
 """
 
 from __future__ import annotations

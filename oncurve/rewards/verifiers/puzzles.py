@@ -30,7 +30,7 @@ class CountdownRewardOptions(Section):
     numbers: NonNegative = 0.1
     """Partial credit for an expression that uses only given numbers, each at most as often as it is given."""
     closeness: NonNegative = 0.3
-    """For being close to the target: in full at the target, falling linearly to 0 at a distance of the target itself."""
+    """For being close to the target: in full at the target, falling linearly to 0 at a distance equal to the target."""
 
     @model_validator(mode="after")
     def _below_one(self) -> CountdownRewardOptions:

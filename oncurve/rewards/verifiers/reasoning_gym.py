@@ -4,10 +4,9 @@ The package's scorers are not safe: some execute the answer (`__import__("os").s
 accept one and the same answer to every problem. `reasoning_gym_scorer` keeps them from executing anything, the sandbox limits
 their time, and families whose scorer accepts too much have our own checks, at the end of this module.
 
-Our own checks for common families of reasoning-gym. No part of an answer is executed, and there is no partial credit.
-
-They are stricter than the package's scorers, which accept numbers that are 1 off, texts that contain the right answer, and in
-four families one answer to every problem (`6*4*1*1` in puzzle24, `nan` in complex_arithmetic, `0` in coin_flip, any text in
+Our own checks cover common families of reasoning-gym. They execute no part of an answer and give no partial credit. They are
+stricter than the package's scorers, which accept numbers that are 1 off, texts that contain the right answer, and in four
+families one answer to every problem (`6*4*1*1` in puzzle24, `nan` in complex_arithmetic, `0` in coin_flip, any text in
 game_of_life_halting).
 """
 
@@ -188,7 +187,8 @@ class GymRewardOptions(Section):
 
 @dataclass(frozen=True)
 class ReasoningGymReward:
-    """1 for the right answer, else 0. Does not apply to prompts of other tasks."""
+    """1 for the right answer, else 0, or the package's partial credit if `partial` is set. Does not apply to prompts of other
+    tasks."""
 
     name: str
     weight: float

@@ -36,7 +36,7 @@ def best_step(store: RunReader, stage: str, metric: str | None, steps: Collectio
 
 
 def best_value(metric: str) -> Literal["highest", "lowest"] | None:
-    """Which value of a metric `keep_best` looks for; None if neither is better, and of an unknown metric."""
+    """Which value of a metric `keep_best` looks for; None if neither is better, or if the metric is unknown."""
     if metric == HELDOUT:
         return "highest"
     known = metrics.find(metric)
@@ -51,7 +51,7 @@ def _values_by_step(store: RunReader, stage: str, metric: str) -> dict[int, floa
 
 
 def check_metric(where: str, metric: str | None) -> None:
-    """Refuses a metric that no stage logs, or one of which no value is the best."""
+    """Refuses a metric that no stage logs, or one that has no best value."""
     if metric is None or best_value(metric) is not None:
         return
     fix = f"use {HELDOUT}, reward, loss, or another of docs/algorithms.md"
@@ -116,8 +116,8 @@ class BestStep:
 
 def best_of_run(run: RunFolder, *, with_checkpoint: bool = False) -> BestStep | None:
     """The best step of the last stage that has a value of its `keep_best`, or a held-out result if that is unset.
-    Of equal values it is the earliest step that has a checkpoint, or the earliest if none has one. ``with_checkpoint``: of the
-    steps whose checkpoint was kept."""
+    Of equal values it is the earliest step that has a checkpoint, or the earliest if none has one. With ``with_checkpoint``,
+    only steps whose checkpoint was kept count."""
     entries = {(entry.stage, entry.step): entry for entry in list_checkpoints(run.checkpoints)}
     chosen = _keep_best_of(run)
     with RunReader.open(run.path) as store:
@@ -177,7 +177,7 @@ def find_target(target: str, runs_dir: Path) -> RunTarget | None:
 
 
 def open_target(target: str, runs_dir: Path) -> RunTarget:
-    """The same, for commands that need a run. Raises RunError if there is none."""
+    """Like `find_target`, for commands that need a run. Raises RunError if there is none."""
     return find_target(target, runs_dir) or RunTarget(RunFolder.open(target.rpartition("@")[0] or target, runs_dir))
 
 

@@ -73,10 +73,11 @@ CREATE TABLE events (
 """
 """The tables. Plain SQLite: any tool can read a run, with or without Oncurve.
 
-- Ids are dense and in the order of recording: the number of rows is the largest id, a page of a million completions is a range
-  scan, and a resumed run assigns the same ids as an uninterrupted one.
-- Times are only in columns called ``created``, ``started``, ``finished``, ``seconds`` and in ``events``. Everything else is the
-  same for two identical runs, except metrics that measure the machine (``oncurve.runs.metrics``: ``repeatable``).
+- Ids are dense and in the order of recording: the number of rows is the largest id, one page out of a million completions is
+  read by a range scan, and a resumed run assigns the same ids as an uninterrupted one.
+- Times are only in columns called ``created``, ``started``, ``finished``, ``seconds``, in ``events``, and as the seconds of
+  calls in ``episodes`` and ``replies``. Everything else is the same for two identical runs, except metrics that measure the
+  machine (``oncurve.runs.metrics``: ``repeatable``).
 - Token arrays are little-endian blobs, one row per completion, in a table of their own, so that lists of completions don't read
   them. NULL stands for the usual value: no ``loss_mask`` means all True; no ``sampled_logps`` or ``raw_logps`` means equal to
   ``logps``; one number in ``advantages`` means that number at every token. An eval without ``accuracy`` had no verifiable
@@ -84,8 +85,8 @@ CREATE TABLE events (
 - ``replies`` holds the results of non-deterministic rewards for the groups of a step, including groups that dynamic sampling
   dropped. They survive a resume, so that a repeated step gets the same rewards. What stateful environments answer is there too,
   from the moment it arrives, with the seconds that it took (``oncurve.agents.episode_record``).
-- ``versions`` has a row only if the weights may have changed while a completion was sampled (asynchronous runs): JSON pairs of
-  the first token and the number of updates of the weights that sampled it and the tokens after it.
+- ``versions`` has a row only if the weights may have changed while a completion was sampled (asynchronous runs, `carry_over`):
+  JSON pairs of the first token and the number of updates of the weights that sampled it and the tokens after it.
 - ``contexts`` has a row for each further sequence of an agent's rollout: from token ``first`` on, the completion follows these
   token ids instead of its group's prompt.
 - ``episodes`` has a row for each completion that talked to a stateful environment, or that an agent wrote: JSON of its turns,

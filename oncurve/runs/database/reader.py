@@ -165,7 +165,7 @@ class RunReader:
 
     @contextmanager
     def _damage(self) -> Iterator[None]:
-        """Within, an error in decoding a row is one of the database: SQLite stores any value in any column."""
+        """Reports errors in decoding rows as damage of the database, since SQLite stores any value in any column."""
         try:
             yield
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -182,8 +182,8 @@ class RunReader:
         return self._decoded(self._query(query), lambda row: _record(StageRow, row))
 
     def stage_of_step(self, step: int, stage: str | None = None) -> str:
-        """The stage to look up a step in: ``stage`` if given, else the last one that samples, else the last one, of those that
-        have reached the step."""
+        """The stage to look up a step in: ``stage`` if given. Otherwise, of the stages that have reached the step, the last one
+        that samples, or the last one if none samples."""
         stages = {row.name: row for row in self.stages()}
         if stage is not None and stage not in stages:
             raise RunError(
@@ -292,8 +292,9 @@ class RunReader:
         return dict(self._decoded(self._query(query, stage, step, kind), lambda row: (str(row["key"]), str(row["reply"]))))
 
     def last_answers(self, most: int, max_tokens: int, stage: str, step: int) -> dict[str, tuple[Ints, ...]]:
-        """By prompt, its last answers up to a step, ``most`` of each, those recorded last at the end; of many prompts the last
-        ones, whose answers have ``max_tokens`` tokens together."""
+        """The last answers to each prompt up to a step: at most ``most`` completions of its last group. Prompts are in the
+        order of recording. If all answers together have more than ``max_tokens`` tokens, the prompts recorded first are left
+        out."""
         from oncurve.runs.database import row_codec
 
         last = """SELECT max(groups.id) AS last FROM groups
@@ -323,7 +324,8 @@ class RunReader:
         return answers
 
     def versions(self, stage: str, step: int) -> dict[tuple[int, int], list[tuple[int, int]]]:
-        """By (group, completion): which weights sampled it, as (first token, number of updates). Asynchronous runs only."""
+        """By (group, completion): which weights sampled it, as (first token, number of updates). Only with asynchronous
+        sampling or `carry_over`."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'versions'"):
             return {}
         query = """SELECT groups.position, completions.position, versions FROM groups
@@ -371,7 +373,7 @@ class RunReader:
             return [_recorded_group(scored, rows) for scored, rows in groups]
 
     def _scored(self, stage: str, step: int, kind: Kind, position: int | None = None) -> list[ScoredRows]:
-        """The groups of a step, each with its completions' rows: one query a table, however many groups there are."""
+        """The groups of a step, each with its completions' rows: one query per table, however many groups there are."""
         from oncurve.runs.database import row_codec
 
         where = "stage = ? AND step = ? AND kind = ? AND groups.position BETWEEN ? AND ?"
@@ -433,7 +435,7 @@ def _without_times(episode: str) -> str:
 
 
 def _record(kind: Callable[..., T], values: Sequence[Any]) -> T:
-    """A record of a row's values, each of its field's type."""
+    """Builds a record from a row's values. Raises TypeError if one does not have its field's type."""
     for (name, types), value in zip(_field_types(kind), values, strict=True):
         if not isinstance(value, types):
             raise TypeError(f"{name} is {value!r:.40}")

@@ -285,7 +285,7 @@ def episode_json(episode: EpisodeRecord) -> str:
 
 
 def _observation_cell(observation: Observation) -> dict[str, Any]:
-    """Without the fields that are empty. A reply is a text, a list of messages, or tokens."""
+    """An observation without its empty fields. A reply is a text, a list of messages, or tokens."""
     reply = {"tokens": observation.reply} if isinstance(observation.reply, np.ndarray) else observation.reply
     calls = [
         [call.name, call.arguments, call.result, call.failure, call.seconds, *(() if call.value is None else (call.value,))]

@@ -1,5 +1,5 @@
-"""The task `file`: prompts from JSONL (one object per line), a JSON list of objects, CSV, each of them gzipped, or Parquet. The
-file is on this machine, or in a data set of the Hugging Face hub."""
+"""The task `file`: prompts from JSONL (one object per line), a JSON list of objects or CSV, each of them gzipped or not, or
+from Parquet. The file is on this machine, or in a data set of the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ class FileOptions(Section):
     tool_timeout_s: PositiveFloat = TOOL_TIMEOUT_S
     """Seconds that a call of a tool or of the environment may take. A longer one ends its completion."""
     history: History = "tokens"
-    """With tools: what a turn follows if the chat template writes earlier turns in another way than they were sampled (it drops
-    thinking, or reformats a call). `tokens`: the tokens as sampled. `template`: what the template writes; a new sequence of
-    the completion begins there."""
+    """With tools: what the model reads in a later turn, if the chat template would write earlier turns differently from how
+    they were sampled (it drops thinking, or reformats a call). `tokens`: the tokens as sampled. `template`: what the template
+    writes; a new sequence of the completion begins there."""
 
     @property
     def reader(self) -> RowReader:
@@ -158,7 +158,8 @@ class FilePaths(Protocol):
 def split_rows(
     prompts: list[Prompt], candidates: list[Prompt], examples: list[Example], config: sections.Task, options: FilePaths
 ) -> PromptList:
-    """Holds out `task.heldout` of the ``candidates``: of another file's rows, or of at most `heldout_share` of the prompts."""
+    """Holds out `task.heldout` of the ``candidates``. These are another file's rows, or the prompts themselves, of which at
+    most the fraction `heldout_share` is held out."""
     limit = len(candidates) if options.heldout_path is not None else int(options.heldout_share * len(candidates))
     heldout = choose_heldout(candidates, min(config.heldout, limit), config.seed)
     if options.path is None:
@@ -350,7 +351,7 @@ def _json_row(line: bytes, where: str) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(where, "not UTF-8", because=str(error), fix="save the file as UTF-8") from None
     except (ValueError, RecursionError) as error:
-        # where has the line of the file: json's own "line 1" would contradict it
+        # `where` has the line number in the file, which json's own "line 1" would contradict
         because = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise DataError(where, "not valid JSON", because=because, fix="write one JSON object on each line") from None
     return _validate_row(row, where)

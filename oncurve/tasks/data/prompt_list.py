@@ -60,12 +60,12 @@ class PromptList:
     @classmethod
     def split(cls, train: Iterable[Prompt], heldout: Sequence[Prompt], examples: Iterable[Example], where: str) -> PromptList:
         """Removes every training prompt whose text is in the held-out split, whatever its columns or id, and its
-        demonstrations: those of all turns, whose ids are `ID/TURN`. The log says how many rows that are not held out themselves
-        are dropped."""
+        demonstrations: those of all turns, whose ids are `ID/TURN`. The log says how many rows were dropped although they are
+        not held out themselves."""
         train, texts, ids = tuple(train), {prompt.shown for prompt in heldout}, {prompt.id for prompt in heldout}
         remaining = tuple(prompt for prompt in train if prompt.shown not in texts)
         if not remaining and not heldout:
-            raise DataError(where, "no training prompts", because="there are none", fix="give more prompts")
+            raise DataError(where, "no training prompts", because="the list is empty", fix="give at least one prompt")
         removed = {prompt.id for prompt in train} - {prompt.id for prompt in remaining}
         dropped = len(removed - ids)
         rows = "1 row dropped: its" if dropped == 1 else f"{dropped} rows dropped: their"

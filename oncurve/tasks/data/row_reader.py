@@ -152,9 +152,7 @@ def fill(template: str, row: Mapping[str, Any]) -> str:
 
 
 def _template_error(template: str, because: str) -> RecipeError:
-    return RecipeError(
-        "task.prompt_template", template, because=because, fix="use {column}, and {{ or }} for a literal bracket"
-    )
+    return RecipeError("task.prompt_template", template, because=because, fix="use {column}, and {{ or }} for a literal brace")
 
 
 def is_message(message: object) -> bool:
@@ -163,7 +161,7 @@ def is_message(message: object) -> bool:
 
 
 def _read_messages(value: object) -> tuple[Message, ...] | None:
-    """A list of chat messages, each with what templates read of it; None if the value is none."""
+    """A list of chat messages, each with what templates read of it; None if the value is no such list."""
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         return None
     messages = [_read_message(message) for message in value]

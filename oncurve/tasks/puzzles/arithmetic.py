@@ -5,8 +5,9 @@
 Each step has one digit of both numbers, from the right, then a colon, the carry and the result digit: 4 + 8 and the carry 1
 make 13. Differences (`-`, larger number first) have the same form, with a borrow instead of a carry. Both numbers are padded
 to the digits of the larger one and all steps have the same width, so that a tiny model need not count. The hard part, which a
-few demonstrations do not teach, is to find each column's digits in longer numbers, and a carry that is not written again. The
-difficulty is the number of digits of the larger number, which is also the number of steps. The number of carries is a column.
+few demonstrations do not teach, is to find each column's digits in longer numbers, and to use a carry that is not written
+again. The difficulty is the number of digits of the larger number, which is also the number of steps. The number of carries is
+a column.
 """
 
 from __future__ import annotations

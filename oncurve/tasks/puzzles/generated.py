@@ -14,7 +14,7 @@ from oncurve.records import Example, Prompt
 from oncurve.rng import philox_generator
 
 _MAX_TRIES = 20_000
-"""Random problems without a new one after which the recipe has too few."""
+"""After this many random problems without a new one, the recipe counts as having too few problems."""
 
 
 class GeneratedProblem(Protocol):

@@ -121,7 +121,7 @@ def kl_figure(metrics: Mapping[str, float]) -> tuple[str, str]:
 
 
 def entropy_of(metrics: Mapping[str, float]) -> float | None:
-    """Over all sampled tokens; in a stage that samples nothing, over the tokens that it trains on."""
+    """The entropy over all sampled tokens; in a stage that samples nothing, over the tokens that it trains on."""
     return metrics.get("sampled_entropy", metrics.get("entropy"))
 
 
@@ -209,7 +209,7 @@ class Panel:
             table.add_column(no_wrap=True, width=columns)
         for (name, value), (other, figure) in zip(self._left(curve), self._right(), strict=True):
             value.truncate(VALUE + curve)
-            while len(figure) > room and " · " in figure.plain:  # a complete phase less, not a part of one
+            while len(figure) > room and " · " in figure.plain:  # drop a complete phase, not a part of one
                 figure = Text(figure.plain.rpartition(" · ")[0])
             figure.truncate(room, overflow="ellipsis")
             table.add_row(Text(name, "dim"), value, Text(other, "dim"), figure)

@@ -49,7 +49,7 @@ def layers_to_checkpoint(policy: Policy, tokens: int, free: int) -> int:
     layer_bytes = tokens * saved_bytes_per_token(policy)
     gain = layer_bytes - tokens * policy.model.dtype.itemsize * config.hidden_size
     excess = layers * layer_bytes - int(MAX_FRACTION * free)
-    # A checkpointed layer is recomputed in the backward pass: room for one layer's activations on top.
+    # The backward pass recomputes one checkpointed layer at a time, so the activations of one layer need room too.
     return 0 if excess <= 0 else min(layers, -(-(excess + layer_bytes) // max(gain, 1)))
 
 
@@ -79,7 +79,8 @@ class CheckpointedLayers:
         """Tokens of the largest pack for which layers were chosen."""
 
     def choose(self, tokens: int, optimiser: Optimiser) -> None:
-        """For packs of this many tokens. Chosen again only if packs grow. An earlier stage may have chosen other layers."""
+        """Chooses the layers for packs of this many tokens, on the first call and whenever packs grow. Every stage chooses
+        anew, since an earlier one may have chosen other layers."""
         if tokens <= self._largest_pack:
             return
         self._largest_pack = tokens

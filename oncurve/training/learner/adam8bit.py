@@ -6,11 +6,11 @@ block. (8-bit optimisers: Dettmers et al., arXiv 2110.02861, whose dynamic quant
 
 How a code is rounded decides the length of an update. With β₂ = 0.999 a code of v falls by at most 0.04 in an update: rounded
 to nearest it would never fall, and rounded up it would climb, which shrinks every update. So codes are rounded up with some
-probability: for m with the one that keeps the mean of m, for v with the fractional part of the code. Then 1/√v, which an
+probability: for m it is the probability that keeps the mean of m, for v the fractional part of the code. Then 1/√v, which an
 update is proportional to, keeps its mean; a rounding that kept the mean of v would make updates longer, since 1/√v is convex.
 Instead of random numbers there is a Weyl sequence in the number of the update, shifted by the place in the block: it spreads
-roundings evenly over updates (less noise), and is the same after a resume and on any number of ranks. An update's length
-stays within 2 % of float32's (tests).
+roundings evenly over updates (less noise), and is the same after a resume and on any number of ranks. An update's length stays
+within 2 % of float32's (tests).
 
 A v above 0 has at least code 1, 6e-8 of the largest √v, so nothing is divided by 0.
 
@@ -72,7 +72,7 @@ class Adam8bit(torch.optim.Optimizer):
 
 
 def _quantise_first(m: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """(codes, scales) of the first moment, with its mean."""
+    """(codes, scales) of the first moment, rounded so that its mean is kept."""
     scale = m.abs().amax(1, keepdim=True)
     share = m.abs().div_(scale.clamp(min=1e-38))
     low = _cube_root(share).mul_(MAX_M).floor_().clamp_(max=MAX_M - 1)

@@ -2,7 +2,8 @@
 
 Groups are packed with their prompt stored once, and the gradient is summed over packs: reductions divide by the totals of the
 complete update, so the split into packs does not change it. Groups without signal are not forwarded, unless another term of the
-loss gives them a gradient: a KL, an entropy bonus, or a penalty on the change of the policy (`kl_cov`, dro).
+loss gives them a gradient: a KL, an entropy bonus, or a penalty on the change of the policy (`kl_cov`, dro). A stage can also
+ask for them (`no_signal = "keep"`).
 """
 
 from __future__ import annotations
@@ -96,8 +97,8 @@ class LearnerSettings:
     correction: CorrectionName | None = None
     off_policy_kl: float | None = None
     truncation: Sampling | None = None
-    """How top-k, top-p or min-p truncate what is sampled: log-probs are then those of the truncated distribution. None: they do
-    not."""
+    """How top-k, top-p or min-p truncate what is sampled: log-probs are then those of the truncated distribution. None:
+    sampling is not truncated."""
     min_new_tokens: int = 0
     """Positions before this one ban the end token; what was sampled there counts as not truncated."""
     forward_silent_groups: bool = False
@@ -107,14 +108,15 @@ class LearnerSettings:
     balance_loss: float = 0.0
     """Weight of the balance loss of a mixture of experts."""
     seed: int = 0
-    """The stage's, for tokens that are chosen at random."""
+    """The stage's seed, for tokens that are chosen at random."""
     tokens_per_pack: int = 16384
     checkpointing: Literal["auto", "on", "off"] = "auto"
 
     @property
     def has_old_pass(self) -> bool:
-        """Whether a pass before the first update computes the old log-probs, and finds what truncated sampling kept: if weights
-        change before a token's first update, or before its last."""
+        """Whether a pass before the first update computes the old log-probs, and the mass that truncated sampling kept. It is
+        needed if weights change before a token's first update (several mini-batches) or, with truncated sampling, before its
+        last one (several passes)."""
         return self.minibatches > 1 or (self.truncation is not None and self.passes > 1)
 
 
@@ -179,7 +181,8 @@ class Learner(PackedStage):
         return self._add_timing(result, [micro.pack for batch in batches for micro in batch])
 
     def _lacks_masses(self, groups: Sequence[GradedGroup]) -> bool:
-        """Whether the sampler truncated and did not report what it kept: it is found with the weights of the step's start."""
+        """Whether the sampler truncated and did not report the mass that it kept, which must then be computed with the weights
+        of the step's start."""
         if self.settings.truncation is None:
             return False
         return any(np.isnan(self._log_mass(g.group, c)).any() for g in groups for c in g.group.completions)
@@ -381,7 +384,7 @@ class Learner(PackedStage):
         return loss_denominators(groups, self.settings.length_budget)
 
     def _forwarded_groups(self, groups: Sequence[GradedGroup], chunk: Sequence[int]) -> list[int]:
-        """The groups of a mini-batch that have a gradient."""
+        """The groups of a mini-batch that the update forwards."""
         loss = self.loss_settings
         all_groups = self.settings.forward_silent_groups or loss.beta > 0 or loss.entropy_bonus != 0
         all_groups = all_groups or self.adaptive_bonus is not None  # the target is the entropy of all tokens
@@ -459,7 +462,8 @@ class Learner(PackedStage):
         )
 
     def _truncate(self, logp_MV: Tensor) -> Tensor:
-        """What vLLM keeps, the one sampler that does not report it: min-p comes first, and top-p takes of what is left."""
+        """The tokens that vLLM keeps; it is the one sampler that does not report them. Top-k and min-p come first, and top-p is
+        taken of what is left."""
         sampling = self.settings.truncation
         assert sampling is not None
         first = truncate(logp_MV, sampling.model_copy(update={"top_p": 1.0}))
@@ -491,7 +495,8 @@ class Learner(PackedStage):
         return done
 
     def _forward_backward(self, micro: MicroBatch, totals: LossDenominators) -> tuple[LossInputs, LossOutputs]:
-        """A pack's gradient: forward through the backbone; head and loss forward and backward, part by part; backward."""
+        """A pack's gradient: forward through the backbone; head and loss forward and backward, part by part; backward through
+        the backbone."""
         routing = self._routing_of(micro.pack)
         with self.phases("forward"), experts.routed(routing):
             hidden_MD = self.policy.pack_hidden(micro.pack)
@@ -582,9 +587,10 @@ def prefix_group_of(group: ScoredGroup, completions: Sequence[int], keys: Sequen
 
 
 def log_mass_of(completion: Completion, min_new_tokens: int, *, by_turn: bool = False) -> Floats:
-    """The log of the probability that truncated sampling kept at each token: NaN if the engine did not report it; 0 for tokens
-    of an environment, and where end tokens were banned, whose probability is missing from the sampled one as well. That is at
-    the completion's start or, of an agent, which makes a request for each, at the start of every turn (``by_turn``)."""
+    """The log of the probability mass that truncated sampling kept at each token. It is NaN if the engine did not report it,
+    and 0 for tokens of an environment and wherever end tokens were banned: there the measured mass would lack the probability
+    of the banned tokens too. End tokens are banned at the completion's start; for an agent, which makes a request for each
+    turn, at the start of every turn (``by_turn``)."""
     mass_T: Floats = np.minimum(completion.logps - completion.sampled_logps, 0.0).astype(np.float32)
     mass_T[~completion.loss_mask] = 0.0
     starts = {0}

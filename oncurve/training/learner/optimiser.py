@@ -4,8 +4,8 @@ Update guard: skips updates with NaN or spikes, so that one bad batch does not e
 
 A value is a spike if |value − median| > spike · max(MAD, |median| / 10, floor), over the last ``window`` updates that were
 made. MAD is the median absolute deviation times 1.4826: the standard deviation, if the values are normally distributed. A spike
-moves means but not medians. The floor is the smallest change that matters: mean rewards that rise from 0 to 1 in one step are
-what training is for.
+moves means but not medians. The floor keeps small changes from counting as spikes: a mean reward that rises from 0 to 1 in one
+step is a success.
 
 Loss scaling: float16 has no numbers below 6e-8, and gradients of activations are often smaller. If a model has float16 weights,
 the loss is multiplied by a large scale before the backward pass, and gradients are divided by it in float32.
@@ -190,7 +190,8 @@ class Optimiser:
         """Clip, update, advance the schedule.
 
         If the guard rejects the gradient norm or one of the ``guarded`` values (loss, kl, reward), no weight changes, but the
-        schedule advances. ``guarded`` is called last: until then the GPU computes the gradient, and the host need not wait.
+        schedule advances. ``guarded`` is called last, because it copies values from the device: by then all work on the
+        gradient is queued.
         """
         mark_update()
         self._load_gradients()

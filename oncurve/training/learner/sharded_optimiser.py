@@ -38,7 +38,7 @@ class ShardedOptimiser(Optimiser):
             raise RecipeError(
                 "optimiser.moments",
                 "int8",
-                because='blocks of 128 moments share a scale, and shard = "full" splits weights between rows',
+                because='128 moments in a row share a scale, and with shard = "full" two ranks could each hold a part of them',
                 fix='use moments = "float32", or scale.shard = "optimiser"',
             )
         super().__init__(model, settings, updates, world)

@@ -23,7 +23,7 @@ class UpdateResult:
     metrics: dict[str, float]
     stats: list[list[TokenStats | None]]
     seconds: dict[str, float] = field(default_factory=dict)
-    """Seconds of the update by phase: pack, old, reference, forward, backward, optimiser, idle."""
+    """Seconds of the update by phase: pack, old, reference, teacher (distil), forward, backward, optimiser, idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _PackStats:
 
 
 MAXIMA = ("ratio_max", "mismatch_max")
-"""Statistics of which the largest over all tokens counts; of the others the mean does."""
+"""Statistics that are maxima over all tokens. Most others are means."""
 
 LOSSES = ("loss", "policy_loss", "balance_loss")
 """Statistics that are sums over packs."""

@@ -81,8 +81,8 @@ class CarryOver:
         return prompts_for_step(self.task, group.seed, group.step - 1, self.stage.prompts_per_step)[group.index]
 
     def state(self) -> dict[str, Tensor]:
-        """The groups as tensors: seed, step and index of each; by completion its length and reason to stop (−1: none); all
-        tokens and log-probs; and by version of the weights (completion, first token, version)."""
+        """The groups as tensors: seed, step and index of each group; length and stop reason (−1: none) of each completion; all
+        tokens and log-probs; and for each change of the weights within a completion (completion, first token, version)."""
         completions = [completion for group in self.groups for completion in group.completions]
         versions = [(i, *version) for i, completion in enumerate(completions) for version in completion.versions]
         ends = [(len(c.token_ids), -1 if c.stop is None else STOPS.index(c.stop)) for c in completions]

@@ -4,9 +4,9 @@ A step is that of GRPO. With ``teach_by = "gradient"`` the loss gets the diverge
 the step's tokens; with ``"advantage"`` each token gets the teacher's log-prob minus the policy's as an advantage. Rewards are
 added if ``reward_weight`` is set.
 
-The teacher is frozen, so a checkpoint does not hold it. It runs once per step, before the updates. A model of its own is a
-second set of weights next to the policy's, in GPU or CPU memory, as a reference is; the policy itself, and the base model of a
-LoRA policy, take no further memory.
+A teacher gets no gradient, so a checkpoint does not hold it. It runs once per step, before the updates. A teacher with a model
+of its own is a second set of weights next to the policy's, in GPU or CPU memory, as a reference is. A teacher that is the
+policy itself, or the base model of a LoRA policy, takes no further memory.
 """
 
 from __future__ import annotations
@@ -512,7 +512,7 @@ class DistilLoop(GrpoLoop):
     def build_learner(self) -> DistilLearner:
         # The divergences are those of the untruncated policy, so its log-probs are untruncated too.
         settings = replace(grpo_learner_settings(self.distil, self.seed), truncation=None)
-        if self.distil.teach_by == "gradient":  # equal rewards are no reason not to learn from the teacher
+        if self.distil.teach_by == "gradient":  # groups of equal rewards learn from the teacher too
             settings = replace(settings, forward_silent_groups=True)
         return DistilLearner(self.engine.policy, settings, self.world, self.distil, self._model)
 

@@ -210,8 +210,8 @@ def rows_digest(rows: Sequence[PrefixGroup]) -> bytes:
 
 
 def mismatched_rows(rows: Sequence[PrefixGroup], max_positions: int) -> list[PrefixGroup]:
-    """Each row's completions behind the prompt of the next row that has another one, and with which they fit the model.
-    Raises DataError if there is none."""
+    """Each row's completions behind another prompt: that of the next row whose prompt differs and with which they fit the
+    model's positions. Raises DataError if there is none."""
     prompts = [row.prompt_ids.tolist() for row in rows]
     mismatched = []
     for i, row in enumerate(rows):

@@ -248,8 +248,8 @@ class GrpoLoop(RolloutLoop):
     def have_signal(self, scored: Sequence[ScoredGroup]) -> list[bool]:
         """Whether the rewards of each group give any of its completions an advantage. A KL in the reward is not a signal.
 
-        Without a baseline, and after whitening over the batch, equal rewards have advantages too. They are compared with
-        their group's mean there: groups of equal rewards would otherwise never be replaced.
+        Without a baseline, or with whitening over the batch, groups of equal rewards have advantages too and would never be
+        replaced. Rewards are therefore compared with their group's mean in these two cases.
         """
         baseline, scale = advantage_settings(self.grpo)
         if baseline == "none" or scale == "whiten":
@@ -290,7 +290,7 @@ class GrpoLoop(RolloutLoop):
         return extended
 
     def _score_extended(self, groups: list[Group] | ChangedTextError) -> list[ScoredGroup]:
-        """Raises the error that sampling raised. All ranks then get it, and the step starts again on all of them."""
+        """Scores the groups, or raises the error that sampling raised, so that all ranks get it and start the step again."""
         if isinstance(groups, ChangedTextError):
             raise groups
         return self.rewards.score(groups)
@@ -346,7 +346,7 @@ def extra_samples(disagrees: Sequence[bool], *, total: int, limit: int) -> list[
 
 
 def group_result(scored: ScoredGroup, rewards: RewardMix) -> GroupResult:
-    """How many of a group's completions are correct. Those whose reward failed do not count, even if it only records them."""
+    """How many of a group's completions are correct. Those with a failed reward do not count, even if it is only recorded."""
     graded = [
         s
         for s in scored.scored
@@ -475,8 +475,8 @@ def stop_if_rewards_fail(stage: RolloutStage, scored: Sequence[ScoredGroup]) -> 
             f"{stage.label}.max_failure_share",
             f"{len(failures)} of {completions} completions of a step could not be rewarded",
             because=f"the first failure is: {failures[0]}",
-            fix="correct the reward, or raise max_failure_share if such failures are expected; "
-            + troubleshooting("Rewards fail"),
+            fix="correct the reward, then continue with oncurve train --resume --accept-changes; if such failures are "
+            "expected, raise max_failure_share with oncurve fork; " + troubleshooting("Rewards fail"),
         )
 
 

@@ -111,7 +111,8 @@ class IterativeLoop(GrpoLoop):
         if len(failures) > self.stage.max_failure_share * completions:
             raise RewardError(
                 f"{self.stage.label}.iterate.labeller", message, because=f"the first failure is: {failures[0]}",
-                fix="correct the labeller, or raise max_failure_share; oncurve train --resume continues from the checkpoint",
+                fix="correct the labeller, then continue with oncurve train --resume (with --accept-changes if its code "
+                "changed); to raise max_failure_share, use oncurve fork",
             )  # fmt: skip
         note("labeller", f"{message}: {failures[0][:120]}")
 

@@ -179,7 +179,8 @@ class PpoLearner(Learner):
         updates = stage.steps * stage.critic_passes * stage.minibatches
         self.critic_optimiser = build_optimiser(self.critic.module, settings, updates, world)
         self.value_scale: tuple[float, float] | None = None
-        """(mean, std) by which values are the head's output, if the critic is normalised; None before the first step."""
+        """If the critic is normalised, (mean, std) that turn the head's output into values: output · std + mean. None before
+        the first step."""
         self.value_updates: list[Update] = []
         self.value_sums = {"value_loss": 0.0, "value_clip_share": 0.0}
         self._last_value_sums: dict[str, float] = {}

@@ -196,7 +196,8 @@ class RewardModelTrainer(PackedStage):
 
 
 class RewardModelLoop(OfflineStage[RewardModel, TokenizedExample]):
-    """The loop of the stage `reward_model`: the policy is its start and does not change. ``folder`` is the run's."""
+    """The loop of the stage `reward_model`: the policy does not change; the model starts from its backbone, or from ``source``.
+    ``folder`` is the run's."""
 
     def __init__(
         self, stage: RewardModel, seed: int, policy: Policy, folder: Path, data: RewardModelData | None = None,
@@ -327,7 +328,8 @@ def check_data(stage: RewardModel) -> None:
 
 
 def check_policy(stage: RewardModel, task: Task, checker: PromptChecker) -> None:
-    """Without a chat template a chat is encoded as plain text. Examples that are too long are left out, unless all are."""
+    """Raises an OncurveError if all examples are too long, or if the chat template refuses one. Single examples that are too
+    long are left out. Without a chat template a chat is encoded as plain text."""
     policy, data = checker.policy, read_reward_model_data(stage)
     check_classifier(policy, stage.source, by_token=stage.kind == "steps", where=f"{stage.label}.source")
     for example in (*data.train, *data.heldout) if policy.tokenizer.chat_template else ():

@@ -153,7 +153,8 @@ def read_examples(stage: Sft, task: Task, folder: Path | None = None) -> Sequenc
 
 
 def _tools_of(task: Task) -> tuple[Mapping[str, Any], ...]:
-    """The tools of all of a task's prompts: the chat template shows them in demonstrations too, unless these have their own."""
+    """The tools of a task whose prompts share one environment: the chat template shows them in demonstrations that have
+    none."""
     environments = {id(prompt.environment): prompt for prompt in getattr(task, "train", ())}
     return next(iter(environments.values())).tools if len(environments) == 1 else ()
 
@@ -178,7 +179,8 @@ def split_heldout(examples: Sequence[Example], stage: Sft) -> tuple[Sequence[Exa
 
 
 def known_examples(stage: Sft, task: Task) -> Iterator[Example]:
-    """The demonstrations that exist before the run. What an earlier stage will keep are answers to prompts checked there."""
+    """The demonstrations that exist before the run. What an earlier stage will keep does not: its prompts are checked with that
+    stage."""
     yield from () if (stage.data or "").startswith(STAGE_PREFIX) else read_examples(stage, task)
 
 

@@ -69,7 +69,7 @@ def trpo_learner_settings(stage: Trpo) -> LearnerSettings:
 
 
 class TrpoLearner(Learner):
-    """One natural gradient step per batch. Its optimiser has no state: it is only used to clear gradients.
+    """One natural gradient step per batch. AdamW never steps: the optimiser only clears gradients and holds the update guard.
 
     Every rank solves for the same step: gradients, products with the Fisher matrix, and what the line search measures are sums
     over all ranks' packs. If memory runs out, a rank computes its term of such a sum again over smaller packs, before the
@@ -82,7 +82,7 @@ class TrpoLearner(Learner):
             raise RecipeError(
                 "model.dtype",
                 str(policy.model.dtype).removeprefix("torch."),
-                because="trpo solves for its step and measures KLs of 0.01, and 16 bits have three digits",
+                because="trpo solves for its step and measures KLs of 0.01, and 16-bit numbers have at most three digits",
                 fix='use dtype = "float32", or stages of type grpo or ppo',
             )
         self.optimiser.accumulator = None  # the gradient is read from autograd

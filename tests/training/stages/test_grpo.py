@@ -418,7 +418,7 @@ def test_a_curriculum_asks_again_what_is_sometimes_solved() -> None:
     ("options", "message"),
     [
         ({"first_samples": 4}, "first_samples.*group_size = 4"),
-        ({"first_samples": 1}, "two completions at least can disagree"),
+        ({"first_samples": 1}, "it takes two completions to disagree"),
         ({"first_samples": 2, "max_group_size": 3}, "max_group_size.*use 4 or more"),
         ({"max_group_size": 8}, "set first_samples"),
         ({"medium": [0.9, 0.1]}, "the lower bound is above"),

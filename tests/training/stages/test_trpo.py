@@ -181,5 +181,5 @@ def test_a_model_that_is_too_large_is_refused_with_how_large_would_fit(tmp_path:
 def test_what_trpo_can_not_use_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="max_kl"):
         recipe("grpo.type=trpo")
-    with pytest.raises(RecipeError, match="16 bits have three digits"):
+    with pytest.raises(RecipeError, match="16-bit numbers have at most three digits"):
         begin(bare("model.dtype=bfloat16", *TRPO_RECIPE), out=tmp_path / "half")
