@@ -33,6 +33,12 @@ def test_status_of_a_run_that_ended_does_not_read_as_if_it_ran(oncurve: Oncurve,
     assert "no process is running" in shown
 
 
+def test_a_group_that_does_not_exist_is_answered_with_those_that_do(oncurve: Oncurve, runs: Path) -> None:
+    result = oncurve("show", "small-1", "--step", 2, "--group", 99, "--runs", runs)
+    assert result.code == 2
+    assert "use 0 to 1" in result.err
+
+
 def test_recipe_list_names_every_built_in_recipe(oncurve: Oncurve) -> None:
     shown = oncurve("recipe", "list").out
     assert all(f"{name} " in shown for name in builtin_recipes())

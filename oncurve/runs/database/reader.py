@@ -249,7 +249,7 @@ class RunReader:
                 str(self.path),
                 f"no group {position} at step {step} of stage '{stage}'",
                 because=f"{count} groups were recorded there, counted from 0",
-                fix=self._recorded_steps(),
+                fix=f"use 0 to {count - 1}" if count > 1 else "use 0" if count else self._recorded_steps(),
             )
         return recorded[0]
 
