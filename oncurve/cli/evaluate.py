@@ -112,12 +112,16 @@ def evaluate(
     of_rows = f"{report.asked} held-out problems" if rows is None else f"{report.asked} of {rows} rows"
     output(render_eval(report, f"{run_model.name} on {recipe.task.type}, {of_rows}", count))
     if rows is not None and report.asked < rows:
-        output(
-            Text(
-                f"\nTo evaluate on all {rows} rows: --data FILE, or --set task.heldout_path=FILE --set task.heldout={rows}",
-                "dim",
-            )
-        )
+        output(Text(f"\n{_hint_about_rows(recipe, rows)}", "dim"))
+
+
+def _hint_about_rows(recipe: Recipe, rows: int) -> str:
+    """How to evaluate on more rows. Rows of the training file that are not held out are for training: a model may know them."""
+    stage = recipe.stages[-1]
+    if task_for_stage(recipe, stage).options.get("heldout_path") is not None:
+        key = "task.heldout" if stage.task is None else f"{stage.label}.task.heldout"
+        return f"To evaluate on all {rows} rows: --set {key}={rows}"
+    return "The file's other rows are for training. To evaluate on every row of another file: --data FILE"
 
 
 @contextmanager

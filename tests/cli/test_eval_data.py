@@ -47,13 +47,15 @@ def test_a_part_of_a_file_is_never_passed_off_as_all_of_it(oncurve: Oncurve, run
     model = runs / "small-1" / "model"
     result = oncurve("eval", model, "--task", "file", "--set", f"task.path={rows}", "--runs", runs)
     assert "4 of 20 rows" in " ".join(result.out.split())
-    assert "To evaluate on all 20 rows: --data FILE" in " ".join(result.out.split())
+    assert "The file's other rows are for training" in " ".join(result.out.split())
+    assert "all 20 rows" not in " ".join(result.out.split())
     result = oncurve(
         "eval", model, "--task", "file", "--set", f"task.path={rows}", "--set", "task.heldout_share=1", "--runs", runs
     )
     assert "20 of 20 rows" in " ".join(result.out.split())
     result = oncurve("eval", model, "--data", rows, "--set", "task.heldout=3", "--runs", runs)
     assert "3 of 20 rows" in " ".join(result.out.split())
+    assert "To evaluate on all 20 rows: --set task.heldout=20" in " ".join(result.out.split())
 
 
 @pytest.mark.parametrize("words", [["--task", "file"], ["--task", "RECIPE"]])
@@ -111,6 +113,7 @@ def test_a_stage_that_samples_needs_training_prompts(rows: Path, task: dict[str,
     ("words", "message"),
     [
         (["--data", "gone.jsonl"], "there is no such file"),
+        (["--data", "gone.jsonl"], "give the file's path: --data FILE"),
         (["--data", "DIR"], "it is a folder"),
         (["--data", "EMPTY"], "no rows"),
         (["--data", "ROWS", "--task", "arithmetic"], "the task arithmetic generates its problems"),

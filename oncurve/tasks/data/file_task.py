@@ -250,12 +250,13 @@ def local_file(path: Path, key: str) -> Path:
 
 
 def check_file(path: Path, key: str) -> None:
-    """Refuses a path that is not a file. ``key`` names it in the recipe."""
+    """Refuses a path that is not a file. ``key`` names it: a key of the recipe, or an option of a command."""
     path = local_file(path, key)
     if not path.is_file():
         what = "it is a folder" if path.is_dir() else "there is no such file"
         because = f"{key} names it" + ("" if path.is_absolute() else f", relative to {Path.cwd()}")
-        raise DataError(str(path), what, because=because, fix=f"give the file's path: --set {key}=FILE")
+        option = f"{key} FILE" if key.startswith("--") else f"--set {key}=FILE"
+        raise DataError(str(path), what, because=because, fix=f"give the file's path: {option}")
 
 
 def read_rows(path: Path, key: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
