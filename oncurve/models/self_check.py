@@ -225,7 +225,7 @@ def _recurrence_problem(policy: Policy) -> str | None:
                 compared.append((_step_difference(copy.deepcopy(layer).float(), noise), RECURRENCE_COPY))
         for difference, tolerance in compared:
             if not difference <= tolerance:  # also for NaN
-                return f"a recurrent layer ({kind.__name__}) that differs by {difference:.1%} if it runs token by token"
+                return f"a recurrent layer ({kind.__name__}) that differs by {100 * difference:.1f} % if it runs token by token"
     return None
 
 

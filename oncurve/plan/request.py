@@ -71,8 +71,8 @@ def _checked(job: Job) -> Job:
     if job.quantise is not None and not job.shape.can_be_quantised:
         raise RecipeError(
             "model.quantise", job.quantise,
-            because=f"{job.shape.unquantised_share:.0%} of the weights of its layers are not in linear modules, which are all "
-            "that bitsandbytes quantises",
+            because=f"{100 * job.shape.unquantised_share:.0f} % of the weights of its layers are not in linear modules, "
+            "which are all that bitsandbytes quantises",
             fix="remove model.quantise; in a mixture of experts the weights stay in 16 bits",
         )  # fmt: skip
     if job.sharding != "none" and job.gpus == 1:

@@ -123,7 +123,7 @@ def _failing(history: History) -> list[AuditFinding]:
         failed = [(s, failure) for s, failure in failures if failure is not None]
         if len(failed) >= max(1, MIN_FAILURE_SHARE * len(failures)):
             common, _ = Counter(failure for _, failure in failed).most_common(1)[0]
-            share = f"{len(failed)} of {len(failures)} completions ({len(failed) / len(failures):.1%})"
+            share = f"{len(failed)} of {len(failures)} completions ({100 * len(failed) / len(failures):.1f} %)"
             what = f"'{name}' failed on {share}, most often with: {common}"
             findings.append(AuditFinding("failing reward", what, tuple(s for s, _ in failed[:MAX_EXAMPLES])))
     return findings
@@ -158,7 +158,7 @@ def _prefers_wrong(history: History) -> list[AuditFinding]:
                 contradicted.append(max(wrong, key=lambda s: s.above))
     if len(contradicted) < max(1, MIN_CONTRADICTED_SHARE * mixed):
         return []
-    share = f"{len(contradicted)} of {mixed} groups with right and wrong completions ({len(contradicted) / mixed:.0%})"
+    share = f"{len(contradicted)} of {mixed} groups with right and wrong completions ({100 * len(contradicted) / mixed:.0f} %)"
     what = f"in {share} the reward was higher for the wrong ones, by {history.accuracy_name}"
     return [AuditFinding("reward contradicts correctness", what, _best(contradicted))]
 
@@ -169,7 +169,7 @@ def _reward_without_accuracy(history: History) -> list[AuditFinding]:
     spread = float(np.std([s.scored.total for s in history.completions if s.scored.total is not None] or [0.0]))
     if len(accuracies) < 2 or after - before <= 0.25 * spread or accuracies[-1] > accuracies[0] + 0.01:
         return []
-    held_out = f"held-out accuracy went from {accuracies[0]:.1%} to {accuracies[-1]:.1%}"
+    held_out = f"held-out accuracy went from {100 * accuracies[0]:.1f} % to {100 * accuracies[-1]:.1f} %"
     what = f"the reward went from {before:.3g} to {after:.3g} while {held_out}"
     return [AuditFinding("reward up, accuracy not", what, _best(history.third(True)))]
 
@@ -192,7 +192,7 @@ def _repetition(history: History) -> list[AuditFinding]:
     if after < 0.1 or after < 2 * before:
         return []
     worst = sorted(history.third(True), key=_repeats, reverse=True)
-    what = f"repeated word triples went from {before:.0%} to {after:.0%}"
+    what = f"repeated word triples went from {100 * before:.0f} % to {100 * after:.0f} %"
     return [AuditFinding("repetition", what, tuple(worst[:MAX_EXAMPLES]))]
 
 

@@ -22,6 +22,7 @@ class CollapseRule:
 
     is_bad: Callable[[Mapping[str, float]], bool]
     message: str
+    """With the names of metrics in braces."""
     section: str
     """The section of docs/troubleshooting.md that the warning names."""
 
@@ -29,13 +30,13 @@ class CollapseRule:
 COLLAPSE_RULES = {
     "entropy": CollapseRule(
         lambda m: m.get("sampled_entropy", 1.0) < 0.01 and m.get("accuracy", 0.0) < NEARLY_ALL,  # a correct policy is sure too
-        "entropy is {sampled_entropy:.3g} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
+        "entropy is {sampled_entropy} nats: all completions of a prompt are alike, and nothing new is tried. Lower "
         "optimiser.learning_rate, set kl.beta or entropy_bonus, or continue from an earlier step with `oncurve fork`",
         "Entropy collapses",
     ),
     "easy": CollapseRule(
         lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 0.0) > 0.5,
-        "no group has a signal, and {accuracy:.0%} of completions are correct: the prompts are too easy now, or a reward gives "
+        "no group has a signal, and {accuracy} of completions are correct: the prompts are too easy now, or a reward gives "
         "every text the same score (`oncurve rewards audit` shows this). Use harder ones, fix the reward, or stop here",
         "Groups have no signal",
     ),
@@ -47,18 +48,23 @@ COLLAPSE_RULES = {
     ),
     "hard": CollapseRule(
         lambda m: m.get("no_signal_share", 0.0) >= 1.0 and m.get("accuracy", 1.0) <= 0.5,
-        "no group has a signal, and {accuracy:.0%} of completions are correct: all rewards of a group are equal. Check with "
+        "no group has a signal, and {accuracy} of completions are correct: all rewards of a group are equal. Check with "
         "`oncurve rewards try` that a right text is scored as right. If it is, use easier prompts, a reward with partial "
         "credit, a larger group_size, or an sft stage first (oncurve probe)",
         "Groups have no signal",
     ),
     "length": CollapseRule(
         lambda m: m.get("cut_share", 0.0) > 0.9,
-        "{cut_share:.0%} of completions are truncated at the length limit: their answers are missing. Raise "
+        "{cut_share} of completions are truncated at the length limit: their answers are missing. Raise "
         "sampling.max_new_tokens, or set overlong.buffer or mask_cut",
         "Lengths explode",
     ),
 }
+
+
+def _shown(name: str, value: float) -> str:
+    """A metric in a message: a share as a percentage, the entropy with three digits."""
+    return f"{value:.3g}" if name == "sampled_entropy" else f"{100 * value:.0f} %"
 
 
 MIN_LEARNING_RATE = 1e-8
@@ -88,6 +94,7 @@ class CollapseWatch:
     def check(self, report: StepReport) -> list[str]:
         """The warnings to give after this step."""
         warnings = []
+        shown = {name: _shown(name, value) for name, value in report.metrics.items()}
         for name, rule in COLLAPSE_RULES.items():
             is_bad = bool(report.groups) and rule.is_bad(report.metrics)
             streak = self.streaks.get(name, 0)
@@ -96,6 +103,6 @@ class CollapseWatch:
                 self.warned.discard(name)
             if self.streaks[name] >= PATIENCE and name not in self.warned:
                 self.warned.add(name)
-                advice = f"{rule.message.format(**report.metrics)}; {troubleshooting(rule.section)}"
+                advice = f"{rule.message.format(**shown)}; {troubleshooting(rule.section)}"
                 warnings.append(f"{report.stage} {report.step}: {advice}")
         return warnings

@@ -305,9 +305,9 @@ def report(**metrics: float) -> StepReport:
     ("metrics", "words"),
     [
         ({"sampled_entropy": 0.001}, ["entropy is 0.001", "kl.beta", "oncurve fork"]),
-        ({"no_signal_share": 1.0}, ["0% of completions are correct", "rewards try", "easier prompts", "group_size"]),
-        ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100% of completions are correct", "harder ones", "rewards audit"]),
-        ({"cut_share": 0.95}, ["95% of completions are truncated", "max_new_tokens"]),
+        ({"no_signal_share": 1.0}, ["0 % of completions are correct", "rewards try", "easier prompts", "group_size"]),
+        ({"no_signal_share": 1.0, "accuracy": 1.0}, ["100 % of completions are correct", "harder ones", "rewards audit"]),
+        ({"cut_share": 0.95}, ["95 % of completions are truncated", "max_new_tokens"]),
     ],
 )
 def test_a_collapse_is_reported_once_with_what_to_change(metrics: dict[str, float], words: list[str]) -> None:

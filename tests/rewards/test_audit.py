@@ -58,7 +58,7 @@ def test_a_healthy_run() -> None:
 def test_reward_up_and_accuracy_not() -> None:
     (signal,) = audit(history(healthy, (0.6, 0.6)))
     assert signal.name == "reward up, accuracy not"
-    assert "held-out accuracy went from 60.0% to 60.0%" in signal.what
+    assert "held-out accuracy went from 60.0 % to 60.0 %" in signal.what
     assert len(signal.examples) == 3
 
 
@@ -152,7 +152,7 @@ def test_a_reward_that_fails() -> None:
         return replace(recorded, completions=tuple(completions))
 
     finding = next(finding for finding in audit(with_failures(8)) if finding.name == "failing reward")
-    assert "18 of 144 completions (12.5%)" in finding.what
+    assert "18 of 144 completions (12.5 %)" in finding.what
     assert "ValueError: no number" in finding.what
     assert "failing reward" not in names(with_failures(1000))
 
@@ -178,5 +178,5 @@ def test_a_reward_that_prefers_wrong_answers() -> None:
         )
 
     finding = next(finding for finding in audit(watched(history(cells))) if finding.name == "reward contradicts correctness")
-    assert "9 of 36 groups with right and wrong completions (25%)" in finding.what
+    assert "9 of 36 groups with right and wrong completions (25 %)" in finding.what
     assert all(example.above > 0 for example in finding.examples)

@@ -251,7 +251,7 @@ def test_the_audit_finds_constant_and_failing_rewards(tmp_path: Path, browser: B
             store.record_step(replace(report, groups=report.groups[:2], stats=report.stats[:2]))
     with served(tmp_path) as here, a_page(browser, f"{here.address}/#/rewards/run") as watched:
         audit = watched.page.get_by_role("region", name="Audit")
-        expect(audit).to_contain_text("'answer' failed on 8 of 32 completions (25.0%)")
+        expect(audit).to_contain_text("'answer' failed on 8 of 32 completions (25.0 %)")
         expect(audit).to_contain_text("'answer' gave all 32 audited completions the score 0")
         expect(audit).not_to_contain_text("No suspicious pattern")
 
@@ -273,7 +273,7 @@ def test_the_audit_finds_a_reward_that_contradicts_a_verifiable_one(tmp_path: Pa
         page = watched.page
         audit = page.get_by_role("region", name="Audit")
         expect(audit).to_contain_text("reward contradicts correctness")
-        expect(audit).to_contain_text("in 4 of 4 groups with right and wrong completions (100%)")
+        expect(audit).to_contain_text("in 4 of 4 groups with right and wrong completions (100 %)")
         page.goto(f"{here.address}/#/runs?run=run")
         verdicts = page.get_by_role("region", name="Verdicts on run")
         expect(verdicts).to_contain_text("Reward contradicts correctness: in 4 of 4 groups")

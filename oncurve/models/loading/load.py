@@ -294,8 +294,8 @@ def check_quantised(config: Model, policy: Policy | None) -> None:
         raise RecipeError(
             "model.quantise",
             config.quantise,
-            because=f"{share:.0%} of the weights of its layers are not in linear modules, which are all that bitsandbytes "
-            f"quantises: the largest is {max(others, key=lambda name: others[name]).replace('.base_layer', '')}",
+            because=f"{100 * share:.0f} % of the weights of its layers are not in linear modules, which are all that "
+            f"bitsandbytes quantises: the largest is {max(others, key=lambda name: others[name]).replace('.base_layer', '')}",
             fix="remove model.quantise; in a mixture of experts the weights stay in 16 bits",
         )
 

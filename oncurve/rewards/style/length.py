@@ -145,7 +145,7 @@ class RepetitionReward:
         tokens = completion.token_ids[completion.loss_mask].tolist()
         share = repeated_share(tokens, self.options.size)
         value = share * self.options.penalty if share else 0.0
-        return Score(value, f"{share:.0%} of its {self.options.size}-grams are repeats")
+        return Score(value, f"{100 * share:.0f} % of its {self.options.size}-grams are repeats")
 
 
 def repeated_share(items: Sequence[object], size: int) -> float:
