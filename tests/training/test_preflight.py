@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from oncurve.errors import OncurveError, RecipeError, RewardError
+from oncurve.errors import ModelError, OncurveError, RecipeError, RewardError
+from oncurve.models.loading.load import build_model, build_tokenizer
+from oncurve.models.policy import Policy
 from oncurve.recipe.load import dump_recipe, parse_recipe
+from oncurve.recipe.schema.model import TinyModel
+from oncurve.records import Example, Message, Prompt
 from oncurve.runs.folder import RunFolder
+from oncurve.training.prompt_checker import PromptChecker
 from oncurve.training.start import begin, build_tasks_and_rewards, fork, resume
 from oncurve.training.trainer import TimeUp
 from tests.faults.cases import GRPO, recipe
@@ -95,3 +100,46 @@ def test_processes_of_a_cluster_are_refused_without_one(
     else:
         with pytest.raises(RecipeError, match="only keys that describe the machine"):
             resume(run, sets=sets)
+
+
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+WITH_TOOLS = PLAIN + "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+PRICE = {"type": "function", "function": {"name": "price", "description": "Look up a price."}}
+
+
+class Shop:
+    """Shows one tool to the policy."""
+
+    tools = (PRICE,)
+
+
+def chat_policy(template: str | None, system: str | None = None) -> Policy:
+    """``template`` None: that of the built-in model."""
+    words = build_tokenizer("".join(map(chr, range(32, 127))) + "\n", chat=True)
+    words.chat_template = template or words.chat_template
+    tiny = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48)
+    model = build_model(tiny, words, seed=0)
+    return Policy(model, words, system_prompt=system)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "demonstration"])
+@pytest.mark.parametrize(
+    ("template", "system", "is_refused"),
+    [(PLAIN, None, True), (PLAIN, "Call price.", False), (WITH_TOOLS, None, False), (None, None, False)],
+)
+def test_tools_that_the_model_never_sees(kind: str, template: str | None, system: str | None, is_refused: bool) -> None:
+    """Many chat templates ignore tools: the run would sample without them and say nothing."""
+    checker = PromptChecker(chat_policy(template, system))
+    chat: tuple[Message, ...] = ({"role": "user", "content": "tea?"},)
+
+    def check() -> None:
+        if kind == "prompt":
+            checker.check_prompt(Prompt("shop/1", messages=chat, environment=Shop()), 4)  # type: ignore[arg-type]
+        else:
+            checker.check_example(Example(Prompt("shop/1", messages=chat), "7", tools=(PRICE,)))
+
+    if not is_refused:
+        check()
+        return
+    with pytest.raises(ModelError, match=r"tools that the model never sees: price\n.*does not show tools to the model"):
+        check()
