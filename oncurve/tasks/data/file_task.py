@@ -30,6 +30,7 @@ from oncurve.tasks.environments import McpTools, load_environment
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 CSV = {".csv": ",", ".tsv": "\t"}
 """Endings of files with a table as text, and what separates their columns."""
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs"}
 
 MAX_CSV_FIELD = 1 << 30
 """Characters of a value. Python's own limit, 131,072, refuses long documents."""
@@ -307,7 +308,7 @@ def _csv_rows(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str, An
             csv.field_size_limit(MAX_CSV_FIELD)
             reader = csv.reader(lines, delimiter=separator, strict=True)
             names = next(reader, [])
-            _check_header(names, path)
+            _check_header(names, separator, path)
             for values in reader:
                 if not values:
                     continue
@@ -318,7 +319,8 @@ def _csv_rows(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str, An
                     raise DataError(where, "a row of another length", because=because, fix=fix)
                 yield reader.line_num, {name: value for name, value in zip(names, values, strict=True) if value != ""}
     except csv.Error as error:
-        raise DataError(str(path), "not valid CSV", because=str(error), fix="write the file again, with quotes") from None
+        fix = f"write the file again, with {SEPARATORS[separator]} between columns and with quotes around values"
+        raise DataError(str(path), "not valid CSV", because=str(error), fix=fix) from None
     except UnicodeDecodeError as error:
         raise DataError(str(path), "not UTF-8", because=str(error), fix="save the file as UTF-8") from None
     except (gzip.BadGzipFile, zlib.error, EOFError) as error:
@@ -327,7 +329,13 @@ def _csv_rows(path: Path, separator: str) -> Iterator[tuple[int, Mapping[str, An
         raise DataError(str(path), "it can't be read", because=str(error), fix="check its permissions") from None
 
 
-def _check_header(names: list[str], path: Path) -> None:
+def _check_header(names: list[str], separator: str, path: Path) -> None:
+    found = next((mark for mark in ";\t" if mark != separator and len(names) == 1 and mark in names[0]), None)
+    if found is not None:
+        expected = SEPARATORS[separator]
+        because = f"its first line separates the columns by {SEPARATORS[found]} instead of {expected}"
+        fix = f"write the file with {expected}" + (", or rename it to .tsv" if found == "\t" else "")
+        raise DataError(f"{path}:1", "the columns can't be told apart", because=because, fix=fix)
     fault = "a column without a name" if "" in names else "two columns of one name" if len(set(names)) < len(names) else None
     if names and fault is not None:
         because = f"its first line must name the columns; it is: {', '.join(names)[:200]}"
