@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from oncurve.errors import MissingPackage, ModelError, pip_install
+from oncurve.models.chat_template import PROBE, apply_chat_template
 from oncurve.models.loading.gguf import ROPE_FACTORS, llama3_factors
 from oncurve.models.loading.k_quants import SUPER_BLOCK, quantise_q4_k, quantise_q6_k
 from oncurve.models.policy import Policy
@@ -79,7 +80,8 @@ def write_gguf(policy: Policy, file: Path, kind: GgufType, name: str) -> None:
 
 
 def write_modelfile(policy: Policy, gguf_file: Path, system_prompt: str | None) -> Path:
-    """The file for `ollama create NAME -f FILE`, next to the GGUF file."""
+    """The file for `ollama create NAME -f FILE`, next to the GGUF file. Without a ``system_prompt`` it has the chat template's
+    default, if there is one."""
     template = policy.tokenizer.chat_template
     lines = [f"FROM ./{gguf_file.name}"]
     if template is None:
@@ -102,9 +104,37 @@ def write_modelfile(policy: Policy, gguf_file: Path, system_prompt: str | None) 
                 fix="the GGUF file is complete: give your client the system prompt, or take the quotes out of it",
             )
         lines.append(f'SYSTEM """{system_prompt.strip()}"""')
+    else:
+        default = default_system_prompt(policy)
+        lines += [] if default is None else [f'SYSTEM """{default}"""']
     path = gguf_file.with_suffix(".Modelfile")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def default_system_prompt(policy: Policy) -> str | None:
+    """The system message that the chat template writes if a chat has none, which Ollama's template doesn't know.
+
+    None if there is none, and if the template writes anything else when it gets this text as a system message."""
+    tokenizer = policy.tokenizer
+    if tokenizer.chat_template is None or "strftime_now" in str(tokenizer.chat_template):  # such a text changes with the date
+        return None
+
+    def render(system: str | None) -> str:
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        messages.append({"role": "user", "content": "Hello"})
+        options = {"tokenize": False, "add_generation_prompt": True, **policy.template_options}
+        return str(apply_chat_template(tokenizer, messages, "GGUF", **options))
+
+    try:
+        alone = render(None)
+        before, _, after = render(PROBE).partition(PROBE)
+        if not after or not alone.startswith(before) or not alone.endswith(after):
+            return None
+        text = alone[len(before) : len(alone) - len(after)].strip()
+        return text if text and '"""' not in text and render(text) == alone else None
+    except ModelError:
+        return None
 
 
 def _import_gguf(file: Path) -> Any:

@@ -252,3 +252,28 @@ def test_a_modelfile_has_the_template_and_the_system_prompt(tmp_path: Path) -> N
         write_modelfile(policy, tmp_path / "quotes.gguf", 'Write docstrings:\n"""Adds."""\nBe brief.')
     inside = write_modelfile(policy, tmp_path / "inside.gguf", 'Begin with """ and end.').read_text()
     assert inside.endswith('SYSTEM """Begin with """ and end."""\n')
+
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nYou are SmolLM.<|im_end|>\n{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (DEFAULT + TURNS, "You are SmolLM."),
+        (TURNS, None),
+        (DEFAULT.replace("SmolLM.", "SmolLM, on {{ strftime_now('%d %B') }}.") + TURNS, None),
+        (DEFAULT + TURNS.replace("m.role }}\n", "m.role }}\n{% if m.role == 'system' %}Rules: {% endif %}"), None),
+        ("{{ raise_exception('no system') if messages[0].role == 'system' }}" + DEFAULT + TURNS, None),
+    ],
+)
+def test_a_modelfile_has_the_system_prompt_that_the_template_writes_by_itself(
+    tmp_path: Path, template: str, expected: str | None
+) -> None:
+    policy = a_policy()
+    policy.tokenizer.chat_template = template
+    written = write_modelfile(policy, tmp_path / "default.gguf", None).read_text()
+    assert written.partition("SYSTEM ")[2] == ("" if expected is None else f'"""{expected}"""\n')
+    own = write_modelfile(policy, tmp_path / "own.gguf", "Be brief.").read_text()
+    assert own.endswith('SYSTEM """Be brief."""\n')
