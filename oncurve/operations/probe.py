@@ -269,16 +269,42 @@ def _report(
         steps=stage.steps,
         temperatures=temperatures,
         choices=(
-            choose_group_size(stage.group_size, signal, _mean([c / samples for c in correct]) if has_accuracy else None),
+            choose_group_size(
+                stage.group_size,
+                signal,
+                _mean([c / samples for c in correct]) if has_accuracy else None,
+                constant_total(totals),
+            ),
             choose_length(stage.sampling.max_new_tokens, length_99, truncated),
             choose_temperature(stage.sampling.temperature, temperatures, stage.group_size),
         ),
     )
 
 
-def choose_group_size(current: int, signal: Mapping[int, float], accuracy: float | None) -> Suggestion:
-    """The smallest of the usual sizes that gains little signal by doubling; None if even the largest has too little."""
+def constant_total(totals: Sequence[Sequence[float]]) -> float | None:
+    """The reward that every completion of every group got; None if rewards differ, or if there are fewer than two."""
+    values = [total for group in totals for total in group]
+    return values[0] if len(values) > 1 and len(set(values)) == 1 else None
+
+
+def choose_group_size(
+    current: int, signal: Mapping[int, float], accuracy: float | None, constant: float | None = None
+) -> Suggestion:
+    """The smallest of the usual sizes that gains little signal by doubling; None if even the largest has too little.
+
+    ``constant`` is the reward that every completion of every group got. Then the reward itself may be at fault. Only if 0 or
+    1 is also what a verifiable reward gives for a task that is too hard or too easy, the prompts are mentioned too.
+    """
     key, largest = "group_size", max(GROUP_SIZES)
+    if constant is not None:
+        reason = f"the reward gave every completion the same value, {constant:g}. Check with `oncurve rewards try` that "
+        if accuracy == 0 and constant == 0:
+            reason += "a right text gets more; if it does, warm-start the model with an sft stage, or choose easier prompts"
+        elif accuracy == 1 and constant == 1:
+            reason += "a wrong text gets less; if it does, choose harder prompts"
+        else:
+            reason += "it tells good texts from bad ones"
+        return Suggestion(key, current, None, reason)
     if signal[largest] < LITTLE_SIGNAL:
         fix = "warm-start it with an sft stage, or choose easier prompts"
         if accuracy is None:

@@ -14,7 +14,15 @@ from rich.console import Console
 
 from oncurve.errors import RecipeError
 from oncurve.models.loading.load import load_policy
-from oncurve.operations.probe import AtTemperature, choose_group_size, choose_length, choose_temperature, probe, signal_at
+from oncurve.operations.probe import (
+    AtTemperature,
+    choose_group_size,
+    choose_length,
+    choose_temperature,
+    constant_total,
+    probe,
+    signal_at,
+)
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.step_notes import watch_progress
@@ -59,6 +67,27 @@ def test_group_size_stops_once_doubling_gains_little() -> None:
     assert hopeless.chosen is None
     assert "easier prompts" in hopeless.reason
     assert "harder prompts" in choose_group_size(8, dict.fromkeys((4, 8, 16, 32, 64), 0.0), 1.0).reason
+
+
+def test_a_reward_that_is_always_the_same_is_blamed_before_the_prompts() -> None:
+    no_signal = dict.fromkeys((4, 8, 16, 32, 64), 0.0)
+    assert constant_total([[0.5, 0.5], [], [0.5]]) == 0.5
+    assert constant_total([[0.5, 0.5], [0.0, 0.0]]) is None
+    assert constant_total([[0.5], []]) is None
+    always = choose_group_size(8, no_signal, 0.0, constant=0.5)
+    assert always.chosen is None
+    assert "the same value, 0.5. Check with `oncurve rewards try`" in always.reason
+    assert "prompts" not in always.reason
+    assert "rewards try" in choose_group_size(8, no_signal, None, constant=0.0).reason
+    assert "easier prompts" in choose_group_size(8, no_signal, 0.0, constant=0.0).reason
+    assert "harder prompts" in choose_group_size(8, no_signal, 1.0, constant=1.0).reason
+
+
+def test_a_probe_of_a_constant_reward_names_the_reward(tmp_path: Path) -> None:
+    recipe = small(tmp_path)
+    (tmp_path / "short.py").write_text("def short(completion):\n    return 0.5\n")
+    group_size = probe(recipe, 2, samples=4).choices[0]
+    assert "the reward gave every completion the same value, 0.5" in group_size.reason
 
 
 def test_length_has_room_for_nearly_all_that_end() -> None:
