@@ -18,7 +18,7 @@ from oncurve.distributed.rendezvous import joined_ranks, world_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
 from oncurve.errors import OncurveError, RecipeError, RunError
 from oncurve.models.loading.local_models import check_exists
-from oncurve.recipe.load import load_recipe, read_toml, smoke_sets
+from oncurve.recipe.load import builtin_recipes, load_recipe, read_toml, smoke_sets
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.validate import reject_python_only
 from oncurve.runs.checkpoints.listing import open_target
@@ -76,7 +76,7 @@ def train(
     if profile is not None and ray is not None:
         because = "its steps run in other processes, on other machines"
         raise RecipeError("--profile", "with --ray", because=because, fix="leave one of them out")
-    grant_trust(trusted, trust.run_of_recipe(target) or trust.run_of_target(target, runs))
+    grant_trust(trusted, trust.run_of_recipe(target) or _find_run(target, runs, resume))
     chosen = choose_target(target, overrides, out, runs, resume)
     grant_trust(trusted, chosen.run)
     if chosen.recipe is not None:
@@ -236,7 +236,7 @@ def choose_target(target: str, sets: Sequence[str], out: Path | None, runs_dir: 
     """What `oncurve train` must do. Without --resume, it starts a new run of a recipe. With --resume, it continues the named
     run, the run at --out, or the recipe's newest unfinished run. If --out does not exist yet, it starts a run there, so that a
     job that is restarted again and again needs only one command."""
-    run = None if Path(target).is_file() else RunFolder.find(target, runs_dir)
+    run = _find_run(target, runs_dir, resume)
     if run is not None:
         return _named_run(target, run, sets, resume)
     trust.check_recipe(target)
@@ -248,6 +248,12 @@ def choose_target(target: str, sets: Sequence[str], out: Path | None, runs_dir: 
             return TrainTarget(recipe=recipe, advice=f"{out} does not exist yet: starting a new run there")
         return _run_of_recipe(recipe, [RunFolder.open(out, runs_dir)], sets, target)
     return _run_of_recipe(recipe, unfinished_runs(recipe.name, runs_dir), sets, target)
+
+
+def _find_run(target: str, runs_dir: Path, resume: bool) -> RunFolder | None:
+    """The run of this name. A file comes first, and without --resume a built-in recipe too."""
+    is_recipe = Path(target).is_file() or (not resume and target in builtin_recipes())
+    return None if is_recipe else RunFolder.find(target, runs_dir)
 
 
 def _named_run(target: str, run: RunFolder, sets: Sequence[str], resume: bool) -> TrainTarget:

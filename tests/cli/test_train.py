@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from oncurve import trust
+from oncurve.cli.train import choose_target
 from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
@@ -123,6 +124,19 @@ def test_a_run_without_resume_is_not_a_recipe(oncurve: Oncurve, runs: Path) -> N
     assert result.code == 2
     assert "a run (finished), not a recipe" in " ".join(result.err.split())
     assert f"{runs / 'small-1' / 'recipe.toml'}" in result.err.split()
+
+
+def test_a_new_run_of_a_built_in_recipe_starts_although_a_run_has_its_name(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(runs / "small-1", folder / "backwards")
+    started = choose_target("backwards", (), None, folder, resume=False)
+    assert started.run is None
+    assert started.recipe is not None
+    assert started.recipe.name == "backwards"
+    trust.grant(RunFolder(folder / "backwards"))
+    continued = choose_target("backwards", (), None, folder, resume=True)
+    assert continued.run is not None
+    assert continued.run.path == folder / "backwards"
 
 
 def test_a_fork_and_its_parent_know_each_other(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
