@@ -70,17 +70,23 @@ def _shown(name: str, value: float) -> str:
 MIN_LEARNING_RATE = 1e-8
 """A stage with a lower rate gets a warning: Adam's updates are about as large as the rate, and 1e-8 is less than the rounding
 of most float32 weights, so the policy stays as it is. The smallest rate in common use for GRPO is 1e-7."""
+MAX_LEARNING_RATE = 1e-2
+"""A stage with a higher rate gets a warning: with Adam, one such update is as large as a typical weight, whose size is about
+0.02 (the usual std at initialisation). The largest rates in common use, for tiny models trained from scratch, are 3e-3."""
 
 
 def learning_rate_warning(stage: Stage) -> str | None:
-    """The warning for a stage whose learning rate is too small to change the policy; None if there is nothing to say."""
-    optimiser = getattr(stage, "optimiser", None)
-    if optimiser is None or optimiser.learning_rate >= MIN_LEARNING_RATE:
+    """The warning for a stage whose learning rate is too small to change the policy, or so large that it destroys it; None if
+    there is nothing to say."""
+    rate = getattr(getattr(stage, "optimiser", None), "learning_rate", None)
+    if rate is None or MIN_LEARNING_RATE <= rate <= MAX_LEARNING_RATE:
         return None
-    return (
-        f"{stage.label}: optimiser.learning_rate = {optimiser.learning_rate:g} hardly changes the weights. 1e-6 suits full "
-        f"fine-tuning, 1e-5 to 2e-5 LoRA, 1e-3 the tiny model; {troubleshooting('The reward is flat')}"
-    )
+    if rate < MIN_LEARNING_RATE:
+        effect, section = "hardly changes the weights", "The reward is flat"
+    else:
+        effect, section = "makes each update as large as the weights themselves, or larger", "The policy moves too far"
+    usual = "1e-6 suits full fine-tuning, 1e-5 to 2e-5 LoRA, 1e-3 the tiny model"
+    return f"{stage.label}: optimiser.learning_rate = {rate:g} {effect}. {usual}; {troubleshooting(section)}"
 
 
 class CollapseWatch:

@@ -346,6 +346,16 @@ def test_a_learning_rate_that_changes_nothing_is_warned_about(tmp_path: Path) ->
     assert [learning_rate_warning(stage) for stage in usual] == [None] * len(usual)
 
 
+def test_a_learning_rate_that_destroys_the_model_is_warned_about() -> None:
+    (stage,) = recipe({**BARE, "optimiser": {"learning_rate": 1.0}}).stages
+    warning = learning_rate_warning(stage)
+    assert warning is not None
+    assert "optimiser.learning_rate = 1 makes each update as large as the weights" in warning
+    assert "The policy moves too far" in warning
+    highest = stage.model_copy(update={"optimiser": stage.optimiser.model_copy(update={"learning_rate": 0.01})})
+    assert learning_rate_warning(highest) is None
+
+
 def test_a_collapsed_run_has_the_warning_in_its_log(tmp_path: Path) -> None:
     run = begin(recipe({**BARE, "steps": 6}), out=tmp_path / "run", rewards=mix(lambda completion: 1.0))
     with RunReader.open(run.path) as store:
