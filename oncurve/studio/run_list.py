@@ -97,11 +97,11 @@ def _numbers(entry: RunEntry) -> dict[str, Any]:
         current = next((s for s in reversed(summary.stages) if s.finished is None), None)
         is_timed = entry.status == "running" and current is not None
         recent = store.recent_seconds(current.name) if current is not None and is_timed else []
-        failures = store.events("failed") if entry.status == "failed" else []
+        failure = store.last_failure() if entry.status == "failed" else None
         seconds = store.total_seconds()
     view = run_view(entry, summary.stages, summary.evals[-1] if summary.evals else None)
     if entry.status == "failed":
-        view["reason"] = json_text(failures[-1].message) if failures else UNRECORDED_FAILURE
+        view["reason"] = UNRECORDED_FAILURE if failure is None else json_text(failure)
     return {
         **view,
         "stages": _stages(run, summary.stages),

@@ -14,7 +14,7 @@ from oncurve.errors import OncurveError
 from oncurve.runs.checkpoints.listing import BestStep, best_of_run
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunEntry, RunFolder
-from oncurve.runs.views import run_view
+from oncurve.runs.views import json_text, run_view
 from oncurve.terminal.text import DASH, percent, score
 
 STYLES = {"finished": "green", "running": "cyan", "interrupted": "yellow", "failed": "red", "broken": "red"}
@@ -25,10 +25,13 @@ def run_data(entry: RunEntry) -> dict[str, Any]:
     try:
         with RunReader.open(entry.path) as store:
             stages, last = store.stages(), next(reversed(store.evals()), None)
+            failure = store.last_failure() if entry.status == "failed" else None
     except OncurveError:
-        stages, last = [], None
+        stages, last, failure = [], None, None
     changes = dict(entry.state.parent.changes) if entry.state and entry.state.parent else {}
-    return {**run_view(entry, stages, last), "path": str(entry.path), "changes": changes}
+    view = run_view(entry, stages, last)
+    reason = view["reason"] if failure is None else json_text(failure)
+    return {**view, "reason": reason, "path": str(entry.path), "changes": changes}
 
 
 def render_runs(entries: Sequence[RunEntry]) -> RenderableType:
@@ -102,7 +105,7 @@ def best_line(run: RunFolder) -> str | None:
 
 def _remark(data: dict[str, Any]) -> str:
     if data["reason"]:
-        return str(data["reason"])
+        return str(data["reason"]).partition("\n")[0]  # the reason of a failed run has several lines: `oncurve show`
     if data["parent"] is None:
         return ""
     changes = ", ".join(f"{key} = {value}" for key, value in data["changes"].items()) or "no changes"

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,8 +21,9 @@ from oncurve.recipe.load import flatten
 from oncurve.recipe.schema.stages import SAMPLED_TYPES
 from oncurve.records import GradedGroup
 from oncurve.runs.bad_batches import FOLDER, BadBatch, bad_batches
+from oncurve.runs.checkpoints.listing import list_checkpoints
 from oncurve.runs.database.reader import SECONDS, RunReader, StageRow
-from oncurve.runs.folder import Parent, RunEntry, RunFolder, forks_of
+from oncurve.runs.folder import Parent, RunEntry, RunFolder, Status, forks_of
 from oncurve.runs.metrics import main_curves
 from oncurve.runs.views import completion_view, eval_view, finite_values, group_view
 from oncurve.terminal.evaluation import heldout_tables
@@ -47,7 +49,7 @@ def render_run(run: RunFolder) -> RenderableType:
         (f"  started {ago(state.created)} · {run.shown}", "dim"),
     )
     with RunReader.open(run.path) as store:
-        parts: list[RenderableType] = [head, *_forks(run, state.parent)]
+        parts: list[RenderableType] = [head, *_failure(store, state.current_status), *_forks(run, state.parent)]
         stages, evals = store.stages(), store.evals()
         parts += [line for stage in stages for line in (Text(), _stage_line(stage), _curves(store, stage))]
         if evals:
@@ -57,8 +59,14 @@ def render_run(run: RunFolder) -> RenderableType:
             parts += [Text(), Text(best)]
         if state.parent is not None:
             parts += _compare_with_parent(run, state.parent, store)
-        parts += [*event_lines(store), Text(), _advice(run, stages)]
+        parts += [*event_lines(store), *_advice(run, stages)]
     return Group(*parts)
+
+
+def _failure(store: RunReader, status: Status) -> list[RenderableType]:
+    """Why a failed run ended: the error that was recorded."""
+    message = store.last_failure() if status == "failed" else None
+    return [] if message is None else [Text(message, "red")]
 
 
 def event_lines(store: RunReader) -> list[RenderableType]:
@@ -154,11 +162,13 @@ def _last_figures(store: RunReader, stage: str) -> dict[str, str]:
     return figures | {name: number(metrics[name]) for name in main_curves(row.type, metrics.__contains__)}
 
 
-def _advice(run: RunFolder, stages: list[StageRow]) -> Text:
+def _advice(run: RunFolder, stages: list[StageRow]) -> list[RenderableType]:
+    """The command to type next; none for a run without groups and without a checkpoint."""
     sampled = next((s for s in reversed(stages) if s.type in SAMPLED_TYPES and s.done), None)
-    if sampled is None:
-        return Text(f"oncurve eval {run.shown}", "dim")
-    return Text(f"a step's groups: oncurve show {run.shown} --stage {sampled.name} --step {sampled.done}", "dim")
+    if sampled is not None:
+        command = f"a step's groups: oncurve show {run.shown} --stage {sampled.name} --step {sampled.done}"
+        return [Text(), Text(command, "dim")]
+    return [Text(), Text(f"oncurve eval {run.shown}", "dim")] if list_checkpoints(run.checkpoints) else []
 
 
 def render_step(run: RunFolder, stage: str | None, step: int) -> RenderableType:
@@ -391,10 +401,11 @@ def render_status(run: RunFolder) -> RenderableType:
     is_running = state.current_status == "running"
     done = f", last recorded step: {last[0]} {last[1]}" if last else f", no step recorded{' yet' if is_running else ''}"
     head = Text(f"{run.name}: {state.current_status}{done}")
+    why = _of_store(run, partial(_failure, status=state.current_status))
     processes = read_statuses(run.path)
     if not processes:
         which = "one process" if is_running else "no process is running; the last one was"
-        return Group(head, Text(f"{which} {state.pid} on {state.host}", "dim"))
+        return Group(head, *why, Text(f"{which} {state.pid} on {state.host}", "dim"))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("process", "host", "pid", "step", "phase", "for", "state"):
         table.add_column(name, justify="right" if name in ("pid", "for") else "left")
@@ -403,13 +414,14 @@ def render_status(run: RunFolder) -> RenderableType:
         phase = f"{process.phase}, waiting in '{process.waiting}'" if process.waiting else process.phase
         seconds = f"{max(process.beat - process.since, 0.0):.0f} s"
         table.add_row(process.name, process.host, str(process.pid), step, phase, seconds, state_of(process))
-    return Group(head, Text(), table, *_events(run))
+    return Group(head, *why, Text(), table, *_of_store(run, event_lines))
 
 
-def _events(run: RunFolder) -> list[RenderableType]:
+def _of_store(run: RunFolder, lines_of: Callable[[RunReader], list[RenderableType]]) -> list[RenderableType]:
+    """Lines about what a run's database has; none if it can't be read."""
     try:
         with RunReader.open(run.path) as store:
-            return event_lines(store)
+            return lines_of(store)
     except OncurveError:
         return []
 

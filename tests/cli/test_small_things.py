@@ -39,6 +39,31 @@ def test_a_group_that_does_not_exist_is_answered_with_those_that_do(oncurve: Onc
     assert "use 0 to 1" in result.err
 
 
+def failing_recipe(recipe: Path, folder: Path, reward: str) -> Path:
+    """The recipe's grpo stage alone, with a reward ``failing``."""
+    (folder / "failing.py").write_text(reward)
+    head, _, stages = recipe.read_text().partition("rewards = ")
+    rewards = f'rewards = [{{ type = "python", name = "failing", function = "{folder}/failing.py:failing" }}]'
+    file = folder / "failing.toml"
+    file.write_text(f"{head}{rewards}\n\n[[stages]]{stages.rpartition('[[stages]]')[2]}")
+    return file
+
+
+def test_status_and_show_say_why_a_run_failed(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
+    reward = "def failing(completion):\n    raise ValueError('no such column')\n"
+    run = tmp_path / "runs" / "close"
+    assert oncurve("train", failing_recipe(recipe, tmp_path, reward), "--out", run).code == 2
+    for command in ("status", "show"):
+        shown = " ".join(oncurve(command, run).out.split())
+        assert "8 of 8 completions of a step could not be rewarded" in shown
+        assert "no such column" in shown
+        assert "--accept-changes" in shown
+        assert "oncurve eval" not in shown, "there is no checkpoint to evaluate"
+    assert "no such column" in json.loads(oncurve("show", run, "--json").out)["reason"]
+    assert "8 of 8 completions" in oncurve("runs", "--runs", tmp_path / "runs").out
+    assert "reason" not in json.loads(oncurve("status", run, "--json").out)
+
+
 def test_recipe_list_names_every_built_in_recipe(oncurve: Oncurve) -> None:
     shown = oncurve("recipe", "list").out
     assert all(f"{name} " in shown for name in builtin_recipes())

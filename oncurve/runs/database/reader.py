@@ -284,6 +284,11 @@ class RunReader:
         query = "SELECT time, kind, message, stage, step, data FROM events WHERE :kind IS NULL OR kind = :kind ORDER BY id"
         return self._decoded(self._query(query, kind=kind), lambda row: _record(Event, (*row[:5], json.loads(row["data"]))))
 
+    def last_failure(self) -> str | None:
+        """The message of the last error that ended the run; None if none was recorded."""
+        failures = self.events("failed")
+        return failures[-1].message if failures else None
+
     def replies(self, stage: str, step: int, kind: Kind = "train") -> dict[str, str]:
         """Recorded results of non-deterministic rewards for a step or an evaluation, by the key of the reply cache."""
         if not self._query("SELECT 1 FROM sqlite_master WHERE name = 'replies'"):
