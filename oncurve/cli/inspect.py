@@ -171,7 +171,12 @@ def runs(runs_dir: Runs = RUNS, as_json: Json = False) -> None:
 
 
 def show(
-    run: RunName,
+    run: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN[@STAGE-STEP]", help="Name or folder of a run; RUN@STAGE-STEP or RUN@best for a step of it."
+        ),
+    ],
     step: Annotated[int | None, typer.Option("--step", min=1, help="Show this step's groups.")] = None,
     group: Annotated[
         int | None, typer.Option("--group", min=0, help="Show this group of the step in full, counted from 0.")
@@ -186,9 +191,16 @@ def show(
 
     Also shows the time of each phase (--timing) and skipped updates (--bad).
     """
+    from oncurve.runs.checkpoints.listing import open_step
     from oncurve.terminal import show
 
-    folder = RunFolder.open(run, runs)
+    folder, named = open_step(run, runs)
+    if named is not None:
+        for option, value in {"--stage": stage, "--step": step, "--bad": bad or None, "--timing": timing or None}.items():
+            if value is not None:
+                because = f"{run} already names a step"
+                raise RecipeError(option, f"with {run}", because=because, fix=f"leave it out, or write {folder.name}")
+        stage, step = named
     if group is not None and step is None:
         raise RecipeError("--group", group, because="a group belongs to a step", fix="add --step N")
     if bad:

@@ -162,6 +162,26 @@ def test_eval_chat_and_probe_take_the_checkpoint(oncurve: Oncurve, evaluated: Pa
     assert result.code == 0, result.err
 
 
+def test_show_takes_a_step_by_its_name(oncurve: Oncurve, evaluated: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(evaluated, folder)
+    shutil.rmtree(folder / "small-1" / "checkpoints" / "grpo-000002")  # a step can be shown without its checkpoint
+    for words, step in ((["small-1@grpo-2"], 2), (["small-1@best"], 1), ([folder / "small-1@grpo-1", "--group", 0], 1)):
+        result = oncurve("show", *words, "--runs", folder, "--json")
+        assert result.code == 0, result.err
+        shown = json.loads(result.out)
+        assert (shown["stage"], shown["step"]) == ("grpo", step)
+    for words, message in (
+        (["small-1@grpo-9"], "grpo 1 to 2"),
+        (["small-1@grop-1"], "did you mean 'grpo'?"),
+        (["small-9@grpo-1"], "small-9: no such run"),
+        (["small-1@grpo-1", "--step", 2], "already names a step"),
+        (["small-1@grpo-1", "--timing"], "already names a step"),
+    ):
+        result = oncurve("show", *words, "--runs", folder)
+        assert (result.code, message in " ".join(result.err.split())) == (2, True), result.err
+
+
 def test_fork_takes_the_checkpoint_instead_of_a_step(oncurve: Oncurve, evaluated: Path, tmp_path: Path) -> None:
     result = oncurve("fork", "small-1@best", "--runs", evaluated, "--out", tmp_path / "fork")
     assert result.code == 0, result.err

@@ -181,6 +181,20 @@ def open_target(target: str, runs_dir: Path) -> RunTarget:
     return find_target(target, runs_dir) or RunTarget(RunFolder.open(target.rpartition("@")[0] or target, runs_dir))
 
 
+STEP = re.compile(r"(?P<stage>.+)-(?P<step>\d{1,18})", re.ASCII)
+
+
+def open_step(target: str, runs_dir: Path) -> tuple[RunFolder, tuple[str, int] | None]:
+    """The run, and the stage and step that RUN@STAGE-STEP or RUN@best names. Its checkpoint may be deleted by now."""
+    name, _, where = target.rpartition("@")
+    run = RunFolder.find(name, runs_dir) if name and RunFolder.find(target, runs_dir) is None else None
+    match = STEP.fullmatch(where)
+    if run is not None and match is not None:
+        return run, (match["stage"], int(match["step"]))
+    found = open_target(target, runs_dir)
+    return found.run, None if found.checkpoint is None else (found.checkpoint.stage, found.checkpoint.step)
+
+
 def find_checkpoint(run: RunFolder, name: str) -> CheckpointEntry:
     """The checkpoint named STAGE-STEP, or `best`."""
     entries = list_checkpoints(run.checkpoints)
