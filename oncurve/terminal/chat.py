@@ -23,6 +23,9 @@ from oncurve.models.policy import Policy
 from oncurve.records import Environment, Observation, Prompt, StatefulEnvironment, StopReason
 
 INPUT_PROMPT = "› "
+ENVIRONMENT_FIX = (
+    """if it reads the columns of a row, give them, such as --columns '{"name": 3}'; else correct it, or leave out --tools"""
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,11 @@ class Chat:
             printer, turn_ids = self._sample(self.episode.token_ids, out, self.episode.prompt.calls)
             is_called = bool(self.episode.prompt.calls) and ends_with_stop(self.policy, turn_ids, self.episode.prompt.calls)
             stop: StopReason = "end" if turn_ids[-1] in self.policy.eos_ids else "stop_string" if is_called else "length"
-            observation = self.episode.answer(turn_ids, stop).result()
+            try:
+                observation = self.episode.answer(turn_ids, stop).result()
+            except DataError as error:
+                self.reset()
+                raise DataError("chat", error.what, because=error.because, fix=ENVIRONMENT_FIX) from error
             self._show(observation, out)
             if self.episode.add(observation) is None:
                 return printer.text
@@ -154,7 +161,7 @@ class Chat:
                 "chat",
                 f"the environment failed: {printable(observation.failure)}",
                 because="the conversation can't continue without it",
-                fix="correct it, or leave out --tools",
+                fix=ENVIRONMENT_FIX,
             )
 
     def _sample(self, prompt_ids: Sequence[int], out: TextIO, calls: tuple[str, ...] = ()) -> tuple[Printer, list[int]]:

@@ -19,6 +19,7 @@ import pytest
 
 from oncurve.agents.tool_environment import ToolEnvironment
 from oncurve.cli.app import main
+from oncurve.errors import DataError
 from oncurve.recipe.load import parse_recipe
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.chat import Chat, ChatSettings, converse
@@ -111,6 +112,22 @@ def test_the_pure_form_replies_in_the_middle_of_a_text() -> None:
     assert out.getvalue().startswith("3.\n→ <1>\n")
     assert talk.episode is not None
     assert policy.decode(np.asarray(talk.episode.token_ids)).partition("\nt 3\na ")[2].startswith("3.<1>")
+
+
+def test_the_pure_form_without_the_columns_that_it_reads() -> None:
+    class Priced(FullStops):
+        def reply(self, prompt: Any, turns: Sequence[str], dice: object) -> str | None:
+            return str(prompt.columns["prices"])
+
+    policy = taught_policy().copy()
+    policy.tokenizer = copy.deepcopy(policy.tokenizer)
+    policy.tokenizer.chat_template = None
+    with pytest.raises(DataError, match="chat: its environment failed: KeyError: 'prices'") as caught:
+        Chat(policy, ChatSettings(20, environment=Priced())).ask(START, io.StringIO())
+    assert "give them, such as --columns" in caught.value.fix
+    out = io.StringIO()
+    Chat(policy, ChatSettings(20, environment=Priced(), columns={"prices": 7})).ask(START, out)
+    assert "→ 7\n" in out.getvalue()
 
 
 @pytest.fixture(scope="module")
