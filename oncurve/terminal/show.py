@@ -101,7 +101,10 @@ def _stage_line(stage: StageRow) -> Text:
 
 def _curves(store: RunReader, stage: StageRow) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
-    for name in main_curves(stage.type, lambda name: bool(store.metric(name, stage.name))):
+    names = main_curves(stage.type, lambda name: bool(store.metric(name, stage.name)))
+    if any(share > 0 for _, share in store.metric("failure_share", stage.name)):
+        names.append("failure_share")
+    for name in names:
         values = [value for _, value in store.metric(name, stage.name)]
         curve = Text(sparkline(values, 40), "cyan")
         table.add_row(Text(f"  {name}", "dim"), number(values[0]), curve, Text(number(values[-1]), "bold"))

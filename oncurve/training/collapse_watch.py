@@ -90,16 +90,18 @@ def learning_rate_warning(stage: Stage) -> str | None:
 
 
 class CollapseWatch:
-    """Checks each step's report. A rule warns once it has held for `PATIENCE` steps."""
+    """Checks each step's report. A rule warns once it has held for `PATIENCE` steps. The first failed reward of a stage
+    warns at once."""
 
     def __init__(self) -> None:
         self.streaks: dict[str, int] = {}
         """By rule: bad steps in a row, or, if negative, good ones."""
         self.warned: set[str] = set()
+        self.stages_with_failures: set[str] = set()
 
     def check(self, report: StepReport) -> list[str]:
         """The warnings to give after this step."""
-        warnings = []
+        warnings = self._failed_rewards(report)
         shown = {name: _shown(name, value) for name, value in report.metrics.items()}
         for name, rule in COLLAPSE_RULES.items():
             is_bad = bool(report.groups) and rule.is_bad(report.metrics)
@@ -112,3 +114,15 @@ class CollapseWatch:
                 advice = f"{rule.message.format(**shown)}; {troubleshooting(rule.section)}"
                 warnings.append(f"{report.stage} {report.step}: {advice}")
         return warnings
+
+    def _failed_rewards(self, report: StepReport) -> list[str]:
+        """The warning at the first step of a stage in which a reward failed, with the first error."""
+        failures = [s.failure for graded in report.groups for s in graded.scored.scored if s.failure is not None]
+        if not failures or report.stage in self.stages_with_failures:
+            return []
+        self.stages_with_failures.add(report.stage)
+        completions = sum(len(graded.scored.scored) for graded in report.groups)
+        return [
+            f"{report.stage} {report.step}: {len(failures)} of {completions} completions could not be rewarded and are left "
+            f"out of their groups. The first error is: {failures[0]}; {troubleshooting('Rewards fail')}"
+        ]

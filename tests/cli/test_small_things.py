@@ -64,6 +64,31 @@ def test_status_and_show_say_why_a_run_failed(oncurve: Oncurve, recipe: Path, tm
     assert "reason" not in json.loads(oncurve("status", run, "--json").out)
 
 
+def test_failed_rewards_are_shown_while_training_and_afterwards(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
+    reward = "def failing(completions):\n    return [1.0] + [float('nan')] * (len(completions) - 1)\n"
+    run = tmp_path / "run"
+    trained = oncurve("train", failing_recipe(recipe, tmp_path, reward), "--out", run, "--set", "grpo.max_failure_share=1")
+    assert trained.code == 0, trained.err
+    shown = " ".join(trained.out.split())
+    assert "failed 75 %" in shown
+    assert shown.count("6 of 8 completions could not be rewarded") == 1, "one warning per stage"
+    assert "The first error is: failing" in shown
+    assert "grpo: 75.0 % of completions could not be rewarded (oncurve rewards audit" in shown
+    assert "grpo: no group had a signal in any step, so the rewards did not change the policy (oncurve" in shown
+    assert "failure_share" in oncurve("show", run).out
+
+
+def test_a_run_whose_rewards_work_says_nothing_about_failures(
+    oncurve: Oncurve, recipe: Path, runs: Path, tmp_path: Path
+) -> None:
+    assert "failure_share" not in oncurve("show", "small-1", "--runs", runs).out
+    reward = "def failing(completion):\n    return float(sum(map(ord, completion)) % 7)\n"
+    trained = oncurve("train", failing_recipe(recipe, tmp_path, reward), "--out", tmp_path / "run")
+    assert trained.code == 0, trained.err
+    assert "no group had a signal" not in trained.out
+    assert "could not be rewarded" not in trained.out + trained.err
+
+
 def test_recipe_list_names_every_built_in_recipe(oncurve: Oncurve) -> None:
     shown = oncurve("recipe", "list").out
     assert all(f"{name} " in shown for name in builtin_recipes())

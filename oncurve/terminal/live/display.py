@@ -144,6 +144,8 @@ def step_line(stage: StageProgress, now: float) -> str:
         facts.append(f"entropy {number(entropy_of(metrics))}")
     if "length_mean" in metrics:
         facts += [f"length {number(metrics['length_mean'])}", f"no signal {percent(metrics.get('no_signal_share'))}"]
+    if metrics.get("failure_share"):
+        facts.append(f"failed {percent(metrics['failure_share'])}")
     if "samples_kept" in metrics:
         facts.append(f"kept {metrics['samples_kept']:.0f}")
     if "draft_accepted" in metrics:
@@ -255,9 +257,11 @@ class Panel:
         length = f"{number(metrics.get('length_mean'))} tokens" if is_finite(metrics.get("length_mean")) else DASH
         if metrics.get("cut_share"):
             length += f", {percent(metrics['cut_share'])} truncated"
-        no_signal = percent(metrics.get("no_signal_share")) + (
-            " of groups" if is_finite(metrics.get("no_signal_share")) else ""
-        )
+        no_signal = percent(metrics.get("no_signal_share"))
+        if metrics.get("failure_share"):
+            no_signal += f", failed {percent(metrics['failure_share'])}"
+        elif is_finite(metrics.get("no_signal_share")):
+            no_signal += " of groups"
         phases = phase_shares(self.progress.current_stage.seconds)
         return [("entropy", Text(entropy)), ("length", Text(length)), ("no signal", Text(no_signal)), ("time", Text(phases))]
 

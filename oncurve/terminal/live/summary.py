@@ -38,6 +38,8 @@ def render_summary(run: RunFolder, seconds: float) -> RenderableType:
         parts = heldout_tables(store.evals())
         others = [Text(line) for line in map(partial(final_metrics, store), store.stages()) if line]
         parts += [*others, Text()] if others else []
+        remarks = [Text(line, "yellow") for stage in store.stages() for line in reward_remarks(store, stage, run)]
+        parts += [*remarks, Text()] if remarks else []
         best = best_line(run)
         parts += [Text(best), Text()] if best is not None else []
         example = example_group(store)
@@ -62,6 +64,21 @@ def final_metrics(store: RunReader, stage: StageRow) -> str | None:
             value = curve[-1][1]
             texts.append(text.format(score(value) if name.startswith("heldout_reward") else percent(value, 1)))
     return f"{stage.name}: {', '.join(texts)}" if texts else None
+
+
+def reward_remarks(store: RunReader, stage: StageRow, run: RunFolder) -> list[str]:
+    """What is wrong with the rewards of a stage that trained on its own samples: none of its groups had a signal, or rewards
+    failed."""
+    if stage.type not in SAMPLED_TYPES:
+        return []
+    remarks = []
+    no_signal = [share for _, share in store.metric("no_signal_share", stage.name)]
+    if no_signal and min(no_signal) >= 1:
+        remarks.append("no group had a signal in any step, so the rewards did not change the policy")
+    failed = [share for _, share in store.metric("failure_share", stage.name)]
+    if any(failed):
+        remarks.append(f"{percent(sum(failed) / len(failed), 1)} of completions could not be rewarded")
+    return [f"{stage.name}: {remark} (oncurve rewards audit {run.shown})" for remark in remarks]
 
 
 def next_steps(run: RunFolder, first: tuple[str, str]) -> Text:

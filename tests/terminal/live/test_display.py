@@ -91,6 +91,16 @@ def test_a_log_gets_lines_and_no_control_codes() -> None:
     assert len(lines) == 7
 
 
+def test_failed_rewards_are_shown_if_there_are_any() -> None:
+    display = LiveDisplay(Console(file=io.StringIO()))
+    progress = middle_of_a_run(display)
+    assert "failed" not in step_line(progress.current_stage, now=1103.0)
+    progress.current_stage.add_step(StepReport("grpo", 85, METRICS | {"no_signal_share": 1.0, "failure_share": 0.875}, {}))
+    assert "no signal 100 %  failed 88 %  4,210 tokens/s" in step_line(progress.current_stage, now=1103.0)
+    for width in (60, 80):
+        assert "no signal 100 %, failed 88 %" in " ".join(picture(progress, width)[6].split())
+
+
 def test_a_line_says_only_what_its_stage_measures() -> None:
     stage = StageProgress("reward_model", "reward_model", 2)
     stage.add_step(StepReport("reward_model", 1, {"loss": 0.7, "pair_accuracy": 0.5, "tokens_per_s": 120.0}, {"update": 0.1}))
