@@ -227,7 +227,8 @@ def test_a_run_killed_after_a_roll_back_resumes_as_if_it_had_not_been(tmp_path: 
 
 def test_after_a_roll_back_drafts_come_from_the_steps_that_remain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a run that is killed then and resumed: with `carry_over` the drafts decide which group is complete first."""
-    left, recorded = [], []
+    left: list[dict[str, list[list[int]]]] = []
+    recorded: list[dict[str, list[list[int]]]] = []
 
     def roll_back(trainer: Trainer, stage: Stage) -> Checkpoint:
         start = real(trainer, stage)
