@@ -42,7 +42,7 @@ from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.metrics import METRICS
 from oncurve.tasks.data.prompt_list import PromptList, Row
-from oncurve.tasks.environments import pickle_by_key
+from oncurve.tasks.environments import send_as_key
 from oncurve.terminal.console import SafeConsole
 from oncurve.terminal.errors import print_error
 from oncurve.terminal.live.display import LiveDisplay
@@ -348,13 +348,13 @@ def _as_environment(
     options: dict[str, Any] = {"max_turns": max_turns, "timeout_s": timeout_s, "history": history}
     if not isinstance(factory, Mapping):
         environment = ToolEnvironment(tools or [], factory, **options)
-        pickle_by_key(environment, "environment_factory")
+        send_as_key(environment, "environment_factory")
         return environment
     environments = {}
     for name, one in factory.items():
         where = f"environment_factory[{name!r}]"
         environments[name] = ToolEnvironment(tools or [], one, factory_where=where, **options)
-        pickle_by_key(environments[name], where)
+        send_as_key(environments[name], where)
     return environments
 
 

@@ -458,8 +458,8 @@ _TABLE = (
     Metric(
         "tokens_per_row",
         "tokens",
-        "Tokens sampled per row that the sampler computed. Drafts that are not accepted lower it; on a CPU, completions of a "
-        "group share a row while their texts are the same, which raises it.",
+        "Tokens sampled per row that the sampler computed: drafts that are not accepted lower it, and completions of a group "
+        "that share a row on a CPU while their texts are the same raise it.",
         "on a CPU above 1, up to the group size",
         repeatable=False,
         best="highest",

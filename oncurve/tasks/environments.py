@@ -57,13 +57,13 @@ FROM_ELSEWHERE: Mapping[str, Callable[[str, str, Mapping[str, Any]], type]] = {
 """Other packages' environments, which a recipe names as `package:id`: (id, the recipe's key, its options) -> a class."""
 
 _BY_KEY: dict[str, object] = {}
-"""This process's newest environment of each key (`pickle_by_key`)."""
+"""This process's newest environment of each key (`send_as_key`)."""
 _KEYS: dict[int, tuple[object, str, Callable[[], object] | None]] = {}
 """By an environment's id: itself, so that no other object gets this id; its key; and what loads it if a process has none."""
 _LOADING = threading.RLock()
 
 
-def pickle_by_key(environment: object, key: str, load: Callable[[], object] | None = None) -> None:
+def send_as_key(environment: object, key: str, load: Callable[[], object] | None = None) -> None:
     """Pickle an environment as its key from now on. Ranks, and samplers of a Ray cluster, send each other prompts, and each
     process then uses its own environment of that key. If it has none, it calls ``load``.
 
@@ -103,7 +103,7 @@ def load_environment(
     environment = _build_environment(name, where, tools, max_turns, timeout_s, history, options)
     if environment is not None:
         arguments = (name, where, tuple(tools), max_turns, timeout_s, history, dict(options))
-        pickle_by_key(environment, repr(arguments), partial(load_environment, *arguments))
+        send_as_key(environment, repr(arguments), partial(load_environment, *arguments))
     return environment
 
 

@@ -81,7 +81,7 @@ def test_messages_go_through_the_template_with_the_system_prompt_and_options() -
     policy = small(system_prompt="be")
     policy.template_options = {"extra": "5"}
     prompt = Prompt(id="p", messages=({"role": "user", "content": "12"},))
-    with pytest.raises(ModelError, match=r"(?s)without a chat template.*model\.tiny\.chat=true.*by its columns"):
+    with pytest.raises(ModelError, match=r"(?s)without a chat template.*model\.tiny\.chat=true.*in a file texts"):
         policy.encode(prompt)
     policy.tokenizer.chat_template = TEMPLATE
     assert policy.decode(policy.encode(prompt)) == "sbe u12 a5"

@@ -24,7 +24,7 @@ IMPOSSIBLE = [
     (["grpo.kl.where=reward"], "grpo.kl.where", "there is no reference"),
     (["grpo.kl.estimator=k1"], "grpo.kl.estimator", "there is no reference"),
     (["grpo.kl.on_cpu=true"], "grpo.kl.on_cpu", "there is no reference"),
-    (["stages=[{type='ppo', critic={loss_weight=0.1}}]"], "ppo.critic.loss_weight", "an optimiser of its own"),
+    (["stages=[{type='ppo', critic={loss_weight=0.1}}]"], "ppo.critic.loss_weight", "its own optimiser"),
     (["stages=[{type='dpo', pairs='p.jsonl', margin=0.2}]"], "dpo.margin", "only simpo has a margin"),
     (["grpo.kl.refresh_every=10"], "grpo.kl.refresh_every", "there is no reference"),
     (["grpo.kl.ratio_weighted=true"], "grpo.kl.ratio_weighted", "there is no reference"),

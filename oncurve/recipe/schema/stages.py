@@ -403,7 +403,7 @@ class Teacher(Section):
     """A teacher: a model with the policy's vocabulary, an endpoint, or the policy itself with more context."""
 
     model: str
-    """A folder in Hugging Face format or a hub id; with `base_url`, the model's name at the endpoint. `self`: the policy's own
+    """A folder in Hugging Face format or a hub id; with an endpoint, the model's name there. `self`: the policy's own
     weights, which needs `context`. If it is `model.source` of a LoRA policy, no second copy is loaded: the adapter is disabled
     for the teacher's pass."""
     name: str | None = None
