@@ -60,7 +60,15 @@ RUNS = Path("runs")
 
 
 class Command(TyperCommand):
-    """A command whose help lists a flag without a type: `--json`, not `--json <bool>`."""
+    """A command whose help lists a flag without a type: `--json`, not `--json <bool>`. The message about a missing or wrong
+    value ends with the command's example."""
+
+    def make_context(self, *arguments: Any, **extra: Any) -> Any:
+        try:
+            return super().make_context(*arguments, **extra)
+        except typer.BadParameter as error:
+            error.message += f"\n{self.epilog}" if self.epilog else ""
+            raise
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _without_flag_types(super().get_params(ctx))

@@ -204,6 +204,14 @@ def test_every_command_shows_an_example(oncurve: Oncurve) -> None:
         assert f"Example: {'oncurve ' + ' '.join(words) if words[0] != 'chat' else 'echo'}" in oncurve(*words, "--help").out
 
 
+@pytest.mark.parametrize("words", [["train"], ["show"], ["show", "small-1", "--step", "a"], ["rewards", "try", "arithmetic"]])
+def test_a_usage_error_shows_the_example(oncurve: Oncurve, words: list[str]) -> None:
+    command = " ".join(words[:2]) if words[0] == "rewards" else words[0]
+    result = oncurve(*words)
+    assert result.code == 2
+    assert f"Example: oncurve {command} " in result.err
+
+
 def test_version(oncurve: Oncurve) -> None:
     assert oncurve("version").out.strip() == package.__version__
     assert oncurve("--version").out.strip() == package.__version__
