@@ -17,12 +17,14 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from oncurve.errors import PluginError, RecipeError, did_you_mean, no_such
@@ -146,6 +148,20 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
             where, reference, f"'{name}' is of type {type(target).__name__}: it can't be called", "name a function or a class"
         )
     return target  # type: ignore[no-any-return]
+
+
+def place_of_error(error: BaseException, function: Callable[..., Any]) -> str:
+    """Where a function of the user's failed, such as ` (rewards.py:4)`: the innermost line of the traceback in a file of the
+    function's folder. Empty if there is none."""
+    while isinstance(function, partial):
+        function = function.func
+    function = inspect.unwrap(function) if isinstance(function, FunctionType) else function
+    found = (getattr(made, "__code__", None) for made in (function, type(function).__call__))
+    file = next((Path(code.co_filename) for code in found if isinstance(code, CodeType)), Path())
+    if not file.is_file() or Path(__file__).parent in file.parents:
+        return ""
+    lines = [(Path(frame.f_code.co_filename), line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    return next((f" ({path.name}:{line})" for path, line in reversed(lines) if path.parent == file.parent), "")
 
 
 def _import(source: str, reference: str, where: str) -> ModuleType:

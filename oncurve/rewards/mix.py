@@ -207,7 +207,9 @@ def _aspect(reward: Reward, result: object, completion: Completion) -> Aspect:
         value = _value(result.value if isinstance(result, Score) else result)
         _check_steps(score, len(completion.token_ids))
     except _NoScoreError as error:
-        failure = redact(str(error))[:_FAILURE_LENGTH]
+        place_of = getattr(reward, "place_of", None)
+        place = place_of(result) if place_of is not None and isinstance(result, BaseException) else ""
+        failure = redact(str(error))[:_FAILURE_LENGTH] + place
         return Aspect(reward.name, None, reward.weight, failure=failure, reason=_redact_reason(score.reason))
     return Aspect(reward.name, value, reward.weight, reason=_redact_reason(score.reason), steps=score.steps)
 

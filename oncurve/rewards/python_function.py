@@ -30,7 +30,7 @@ from typing import Any
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from oncurve.errors import RewardError
-from oncurve.plugins import load_function
+from oncurve.plugins import load_function, place_of_error
 from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, result_or_error
@@ -89,6 +89,9 @@ class FunctionReward:
         values = ({**_copy(group.prompt.columns), "prompt": group.prompt.written} for _ in group.completions)
         pairs = zip(group.completions, values, strict=True)
         return run_coroutine([result_or_error(self._call, (completion.text,), columns) for completion, columns in pairs])
+
+    def place_of(self, error: BaseException) -> str:
+        return place_of_error(error, self.function)
 
     def missing_columns(self, prompt: Prompt) -> str | None:
         if self._per_group:

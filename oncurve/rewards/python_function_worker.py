@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from oncurve.plugins import load_function
+from oncurve.plugins import load_function, place_of_error
 from oncurve.workers.child import serve
 
 
@@ -34,4 +34,8 @@ def _to_json(result: Any) -> Any:
 
 if __name__ == "__main__":
     function = load_function(sys.argv[1], "rewards.python.function")
-    serve(partial(call, function), memory=1 << 45)  # only its time is limited: a user's function may map as much as it likes
+    serve(
+        partial(call, function),
+        memory=1 << 45,  # only its time is limited: a user's function may map as much as it likes
+        place_of=partial(place_of_error, function=function),
+    )

@@ -18,8 +18,9 @@ GRACE_S = 0.5
 """How long a job may exceed its limit before the kernel kills the process: the parent should notice first."""
 
 
-def serve(handle: Callable[[Any], Any], memory: int = 4 << 30) -> None:
-    """Answers jobs until standard input ends. ``memory`` limits the address space, in bytes."""
+def serve(handle: Callable[[Any], Any], memory: int = 4 << 30, place_of: Callable[[BaseException], str] = lambda _: "") -> None:
+    """Answers jobs until standard input ends. ``memory`` limits the address space, in bytes. ``place_of`` gives the place of an
+    error, which its message ends with."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
@@ -31,17 +32,17 @@ def serve(handle: Callable[[Any], Any], memory: int = 4 << 30) -> None:
         request = json.loads(line)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_REAL, request["seconds"] + GRACE_S)
-        answer = _answer(handle, request["job"])
+        answer = _answer(handle, request["job"], place_of)
         signal.setitimer(signal.ITIMER_REAL, 0)
         answers.write(answer + "\n")
         answers.flush()
 
 
-def _answer(handle: Callable[[Any], Any], job: Any) -> str:
+def _answer(handle: Callable[[Any], Any], job: Any, place_of: Callable[[BaseException], str]) -> str:
     try:
         return json.dumps({"answer": handle(job)})
     except (Exception, SystemExit) as error:  # whatever a job raises is its answer
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:500]})
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:500] + place_of(error)})
 
 
 def _limit(kind: int, value: int) -> None:

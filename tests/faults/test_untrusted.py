@@ -147,7 +147,8 @@ def test_a_key_that_a_reward_lets_slip_reaches_no_file(tmp_path: Path, monkeypat
     with closing(sqlite3.connect(run.database)) as store:
         failures = [row[0] for row in store.execute("SELECT DISTINCT failure FROM completions WHERE failure IS NOT NULL")]
         store.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    assert failures == ["slip: ConnectionError: 401: wrong key ***, Authorization: Bearer ***"]
+    assert len(failures) == 1
+    assert failures[0].startswith("slip: ConnectionError: 401: wrong key ***, Authorization: Bearer *** (test_untrusted.py:")
     assert SECRET.encode() not in everything_in(run.path)
     assert b"abcdefghijklmnop1234" not in everything_in(run.path)
 

@@ -1,6 +1,7 @@
 """Python functions as rewards, and TRL's own functions unchanged."""
 
 import asyncio
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 
 def run(function: Any, *texts: str, prompt: Any = "12+34=", **columns: Any) -> list[tuple[float | None, str | None]]:
-    return [(a.value, a.failure) for a in aspects_of(as_reward(function), group(*texts, prompt=prompt, **columns))]
+    """Values and failures, without the lines of this file at which functions fail."""
+    aspects = aspects_of(as_reward(function), group(*texts, prompt=prompt, **columns))
+    return [(a.value, a.failure and re.sub(r" \(test_python_function\.py:\d+\)$", "", a.failure)) for a in aspects]
 
 
 def numbers(function: Any, *texts: str, prompt: Any = "12+34=", **columns: Any) -> list[float | None]:
@@ -191,8 +194,37 @@ def test_functions_with_a_time_limit(tmp_path: Path) -> None:
     assert [a.failure for a in aspects_of(limited(path, "die"), group("a"))] == [
         "WorkerDiedError: the worker process ended (exit code 1)"
     ]
-    assert [a.failure for a in aspects_of(limited(path, "raises"), group("a"))] == ["WorkerFailedError: KeyError: 'no'"]
+    assert [a.failure for a in aspects_of(limited(path, "raises"), group("a"))] == [
+        "WorkerFailedError: KeyError: 'no' (mine.py:11)"
+    ]
     assert [(a.value, a.failure) for a in aspects_of(limited(path, "none"), group("a"))] == [(None, None)]
+
+
+def test_a_failure_names_the_line_in_the_user_s_folder(tmp_path: Path) -> None:
+    """The innermost one: not that of a library that the function calls, and the file's name without its path."""
+    (tmp_path / "helper_of_mine.py").write_text("def parse(text):\n    return {}['x']\n")
+    (tmp_path / "mine.py").write_text(
+        "import json, sys\nsys.path.append(__file__.rpartition('/')[0])\n"
+        "def decode(completion):\n    return json.loads(completion)\n"
+        "def batch(completions):\n    from helper_of_mine import parse\n    return [parse(c) for c in completions]\n"
+        "async def later(completion):\n    raise KeyError('x')\n"
+        "def lazy(completions):\n    return (1 / 0 for c in completions)\n"
+        "class Judge:\n    def __call__(self, completion):\n        raise KeyError('x')\njudge = Judge()\n"
+        "def none(completion):\n    return 'a'\n"
+    )
+    for name, failure in [
+        ("decode", "JSONDecodeError: Expecting value: line 1 column 1 (char 0) (mine.py:4)"),
+        ("batch", "KeyError: 'x' (helper_of_mine.py:2)"),
+        ("later", "KeyError: 'x' (mine.py:9)"),
+        ("lazy", "ZeroDivisionError: division by zero (mine.py:11)"),
+        ("judge", "KeyError: 'x' (mine.py:14)"),
+        ("none", "returned str instead of a number"),
+    ]:
+        function = load_function(f"{tmp_path / 'mine.py'}:{name}", "here")
+        assert run(function, "a") == run(function, "a") == [(None, failure)]
+    namespace: dict[str, Any] = {}
+    exec("def typed(completion):\n    raise KeyError('x')", namespace)
+    assert run(namespace["typed"], "a") == [(None, "KeyError: 'x'")]
 
 
 def test_a_function_that_changes_its_columns_changes_no_later_score() -> None:
