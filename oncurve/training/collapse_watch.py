@@ -117,8 +117,10 @@ class CollapseWatch:
 
     def _failed_rewards(self, report: StepReport) -> list[str]:
         """The warning at the first step of a stage in which a reward failed, with the first error."""
+        if not report.metrics.get("failure_share") or report.stage in self.stages_with_failures:
+            return []
         failures = [s.failure for graded in report.groups for s in graded.scored.scored if s.failure is not None]
-        if not failures or report.stage in self.stages_with_failures:
+        if not failures:
             return []
         self.stages_with_failures.add(report.stage)
         completions = sum(len(graded.scored.scored) for graded in report.groups)
