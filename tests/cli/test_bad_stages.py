@@ -132,7 +132,9 @@ def test_data_and_settings_that_leave_nothing_to_do(
 def test_a_reward_model_that_begins_from_a_model_with_other_tokens(oncurve: Oncurve, tmp_path: Path) -> None:
     other = model(tmp_path / "other", alphabet="xyz")
     file = recipe(tmp_path, REWARD_MODEL | {"source": str(other)}, [PAIR], model(tmp_path / "m"))
-    assert_refused(oncurve("train", file, "--runs", tmp_path / "runs"), "reward_model.source", "its vocabulary differs from the policy's")
+    assert_refused(
+        oncurve("train", file, "--runs", tmp_path / "runs"), "reward_model.source", "its vocabulary differs from the policy's"
+    )
     assert not list(tmp_path.glob("runs/*"))
 
 
