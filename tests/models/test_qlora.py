@@ -150,7 +150,7 @@ def test_a_mixture_of_experts_is_refused(kind: str, base: Path, tmp_path: Path) 
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     source = save_family("qwen3_moe", base, tmp_path / "mixture", **sizes)
     config = Model.model_validate({"source": str(source), "lora": {"rank": 4}, "quantise": kind, "device": "cpu"})
-    with pytest.raises(RecipeError, match=r"8\d% .* not in linear modules.*layers\.0\.mlp\.experts\.gate_up_proj"):
+    with pytest.raises(RecipeError, match=r"8\d % .* not in linear modules.*layers\.0\.mlp\.experts\.gate_up_proj"):
         check_quantised(config, load_policy(config, alphabet=None, seed=0))
 
 
