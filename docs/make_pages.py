@@ -257,7 +257,7 @@ def speed_table() -> str:
     steps, run = coder["run"]["grpo"]["steps"], after["run"]["grpo"]
     rows = [
         (
-            "GRPO step on 2 CPU cores, 32 + 48 and 192 + 48 tokens",
+            "GRPO step on 2 CPU cores, prompts of 32 and of 192 tokens, completions of 48",
             ", ".join(f"{s:.2f} s" for s in ours),
             "TRL: " + ", ".join(f"{s:.2f} s" for s in theirs),
             ", ".join(f"{b / a:.1f} ×" for a, b in zip(ours, theirs, strict=True)) + " faster",

@@ -8,6 +8,7 @@ oncurve.train(model="tiny", prompts=["3+4=", "5+6="], rewards=[my_function], gro
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"} & os.environ.keys():
@@ -25,6 +26,15 @@ _HOMES = {"train": "oncurve.api", "Run": "oncurve.api", "load_recipe": "oncurve.
 __all__ = ["Recipe", "Run", "load_recipe", "train"]
 
 
+def check_platform() -> None:
+    """Raises a PlatformError on Windows, which lacks modules that ours import."""
+    if sys.platform.startswith("win"):
+        from oncurve.errors import PlatformError
+
+        because = "Oncurve uses the processes, locks and signals of POSIX"
+        raise PlatformError("oncurve", "Windows", because=because, fix="use WSL, which counts as Linux")
+
+
 def __dir__() -> list[str]:
     """The names that are loaded when first used, so that Tab finds them."""
     return sorted({*globals(), *__all__})
@@ -34,6 +44,7 @@ def __getattr__(name: str) -> Any:
     """Loaded when first asked for: importing the package must not import torch."""
     if name not in _HOMES:
         raise AttributeError(f"module 'oncurve' has no attribute '{name}'")
+    check_platform()
     from importlib import import_module
     from warnings import filterwarnings
 

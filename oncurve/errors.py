@@ -13,7 +13,8 @@ OncurveError
 ├── EngineError       a sampler process that can't be started, or died
 ├── DiskError         a disk: full, read-only, no permission
 ├── PluginError       a plug-in of an installed package that can't be used
-└── MissingPackage    an optional package that a setting needs
+├── MissingPackage    an optional package that a setting needs
+└── PlatformError     an operating system that Oncurve does not run on
 
 Any other exception is a bug in Oncurve: the CLI prints its traceback and exits with code 1. `error_to_json` and
 `error_from_json` carry errors between processes.
@@ -102,6 +103,10 @@ class PluginError(OncurveError):
 
 class MissingPackage(OncurveError):
     """An optional package that a setting needs is not installed."""
+
+
+class PlatformError(OncurveError):
+    """An operating system that Oncurve does not run on."""
 
 
 def printable(text: str) -> str:

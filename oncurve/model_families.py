@@ -1,4 +1,4 @@
-"""Which path each model family takes. Imports no torch, so the planner and `oncurve models` can read it at once."""
+"""Which path each model family takes. Needs no torch, so the planner and `oncurve models` start quickly."""
 
 from __future__ import annotations
 

@@ -183,8 +183,8 @@ class Episode(Protocol):
         """Begin. A text is appended to the prompt's last message; None: there is nothing to wait for."""
 
     def answer(self, turn: Turn) -> Future[Observation] | None:
-        """The answer to a turn of the policy. None: this episode is a replay in which the turn was different, so a new one must
-        start."""
+        """The answer to a turn of the policy. None: this episode replays a recorded one, and the turn differs from the recorded
+        turn, so a new episode must start."""
 
     def finish(self) -> Future[Outcome] | None:
         """The completion has ended, after its last turn was answered; None: there is no record of the episode."""

@@ -104,7 +104,8 @@ class RolloutSequence:
 
     @property
     def order(self) -> tuple[int, list[int], list[int]]:
-        """Sorts a rollout's sequences by what they say, shorter contexts first: parallel calls begin and end in any order."""
+        """The sort key of a rollout's sequences: the context's length, then the tokens. Parallel calls begin and end in any
+        order, so the order of arrival is not reproducible."""
         return len(self.context_ids), self.context_ids.tolist(), self.token_ids
 
 

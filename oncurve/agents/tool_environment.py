@@ -1,9 +1,9 @@
 """Episodes with tools. The tools are functions and the methods of a stateful environment, and run in parallel with the sampler.
 
-Each episode has a thread of its own, so an environment's instance is used by one thread only and its calls never overlap.
-`async` functions run in one event loop, which all episodes share. If a call takes too long, its completion ends; its thread
-can't be stopped and is abandoned. If a function sets a signal handler, it runs in the main thread, because Python allows
-signal handlers only there.
+Each episode has a thread of its own, so the calls of one environment instance never overlap. `async` functions run in one event
+loop, which all episodes share. If a call takes too long, its completion ends; its thread can't be stopped and is abandoned. A
+function that fails because it sets a signal handler is called again in the main thread, because Python allows signal handlers
+only there.
 """
 
 from __future__ import annotations

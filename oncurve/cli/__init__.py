@@ -8,12 +8,20 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from oncurve import check_platform
+from oncurve.errors import PlatformError
+
 RETRY_S = 0.05
 """Seconds after which an interrupt that was lost is repeated."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        check_platform()
+    except PlatformError as error:
+        print(f"error {error}", file=sys.stderr)
+        return 2
     before, sys.unraisablehook = sys.unraisablehook, _repeat_interrupt
     try:
         from oncurve.cli import app  # imported here, because `oncurve.cli` is also imported for its parts

@@ -25,7 +25,7 @@ def free_memory(device: torch.device = CPU) -> int:
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Peak so far: of torch's allocator on a GPU, else the process's resident memory with its libraries (about 400 MiB)."""
+    """Peak so far: of torch's allocator on a GPU, else the process's resident memory, of which libraries are about 400 MiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     peak = _read_kib(Path("/proc/self/status"), "VmHWM:")

@@ -1,4 +1,4 @@
-"""Opens the run that a request names, and checks that the user agreed to what it would run."""
+"""Opens the run that a request names. Refuses to run its code or to send a key unless the user has agreed."""
 
 from __future__ import annotations
 

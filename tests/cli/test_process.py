@@ -66,6 +66,28 @@ for words in (
 """
 
 
+WINDOWS = """
+import sys
+sys.platform = "win32"
+sys.modules["fcntl"] = sys.modules["resource"] = None  # as on Windows: importing them fails
+from oncurve.cli import main
+assert main(sys.argv[1:]) == 2
+import oncurve
+try:
+    oncurve.train
+except oncurve.errors.PlatformError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("words", [["--version"], ["train", "arithmetic"]])
+def test_windows_is_refused_with_one_message(words: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", WINDOWS, *words], capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    assert done.stdout.count("WSL") == 1, "from Python"
+    assert done.stderr.count("WSL") == 1, "from the command line"
+    assert "Traceback" not in done.stderr
+
+
 def test_a_missing_file_is_reported_before_anything_slow_is_imported(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.toml"
     recipe.write_text(

@@ -198,7 +198,8 @@ class ReplyLayout:
 
 
 def attend_to_stored(q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
-    """Causal attention of the last n of all positions, [1, n, H, d]: q is [1, H, n, d], k and v are [1, K, positions, d]."""
+    """Causal attention from the last n positions to all of them. q is [1, H, n, d], k and v are [1, K, positions, d]; the
+    result is [1, n, H, d]."""
     n, positions, scale = q.shape[2], k.shape[2], rule.scale
     sees_all = rule.window is None or rule.window >= positions
     if rule.has_kernel and q.device.type == "cpu" and positions < 2 * n and sees_all:

@@ -58,8 +58,8 @@ def die_with_parent() -> None:
 
 
 def lock(readable: Iterable[str], scratch: str, need_landlock: bool, watcher: socket.socket) -> None:
-    """Applies every restriction except the limits. Raises OSError if the kernel does not support one; without Landlock only if
-    ``need_landlock``.
+    """Applies every restriction except the limits. Raises OSError if the kernel lacks one of them; a missing Landlock
+    is skipped unless ``need_landlock``.
 
     ``watcher`` receives the descriptor on which threads and files are counted (`Counts`); this process keeps none.
     """

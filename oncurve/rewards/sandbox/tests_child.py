@@ -54,7 +54,7 @@ class RemoteProgram:
         self.has_own_methods = False
 
     def read_reply(self) -> dict[str, Any]:
-        """The program's reply. Serves its calls of the tests' functions until it comes."""
+        """Waits for the program's reply and returns it. While waiting, runs the tests' functions that the program calls."""
         while True:
             line = self._replies.readline(MAX_REPLY_BYTES)
             if not line.endswith(b"\n"):

@@ -80,7 +80,8 @@ class CheckpointEntry:
 
 
 def checkpoint_path(folder: Path, stage: str, step: int) -> Path:
-    """The folder of a checkpoint. Characters that a file name can't contain are written as %XX."""
+    """The folder of a checkpoint. In the stage's name, a leading dot and every character except ASCII letters, digits,
+    spaces and `_.-~` are written as %XX."""
     label = quote(stage, safe=" ")
     return folder / f"{'%2E' + label[1:] if label.startswith('.') else label}-{step:06d}"
 
