@@ -18,6 +18,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -152,7 +153,24 @@ def load_function(reference: str, where: str) -> Callable[..., Any]:
 
 def place_of_error(error: BaseException, function: Callable[..., Any]) -> str:
     """Where a function of the user's failed, such as ` (rewards.py:4)`: the innermost line of the traceback in a file of the
-    function's folder. Empty if there is none."""
+    function's folder. Empty if there is none, or if it can't be found. Never raises: the error itself is what counts."""
+    try:
+        place = _place_of_error(error, function)
+    except Exception:  # what the function wraps and the name of its file are the user's: an endless chain, a name too long
+        return ""
+    return place if _PLACE.fullmatch(place) else ""
+
+
+def without_place(failure: str) -> str:
+    """A failure's message without the place that `place_of_error` gave it."""
+    return _PLACE.sub("", failure)
+
+
+_PLACE = re.compile(r" \([^()\n]+\.py:[0-9]+\)\Z")
+"""A place at the end of a message. Names of files with parentheses are left out, so that the place always can be removed."""
+
+
+def _place_of_error(error: BaseException, function: Callable[..., Any]) -> str:
     while isinstance(function, partial):
         function = function.func
     function = inspect.unwrap(function) if isinstance(function, FunctionType) else function

@@ -46,7 +46,6 @@ class Reward(Protocol):
         log_lines              lines for the run's log
         set_decoder(decode)    is called with the policy's function from token ids to text before the first `score`
         set_run_folder(path)   is called with the run's folder before the first `score`
-        place_of(error)        the place in the user's file at which `score` has raised this error, such as ` (rewards.py:4)`
         missing_columns(prompt)  which columns it needs and the prompt lacks, as a text for people; None if it has them all. A
                                reward that no prompt has the columns for is refused before training
     """

@@ -17,6 +17,7 @@ from oncurve.errors import RewardError
 from oncurve.records import Aspect, Completion, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.base import Reward, Score, result_or_error
 from oncurve.rewards.models.step_spans import Decode
+from oncurve.rewards.python_function import FunctionReward
 from oncurve.rewards.reply_cache import ReplyCache, is_nondeterministic
 from oncurve.runs.secrets import redact
 
@@ -207,8 +208,7 @@ def _aspect(reward: Reward, result: object, completion: Completion) -> Aspect:
         value = _value(result.value if isinstance(result, Score) else result)
         _check_steps(score, len(completion.token_ids))
     except _NoScoreError as error:
-        place_of = getattr(reward, "place_of", None)
-        place = place_of(result) if place_of is not None and isinstance(result, BaseException) else ""
+        place = reward.place_of(result) if isinstance(reward, FunctionReward) and isinstance(result, BaseException) else ""
         failure = redact(str(error))[:_FAILURE_LENGTH] + place
         return Aspect(reward.name, None, reward.weight, failure=failure, reason=_redact_reason(score.reason))
     return Aspect(reward.name, value, reward.weight, reason=_redact_reason(score.reason), steps=score.steps)

@@ -35,7 +35,7 @@ from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Prompt
 from oncurve.rewards.base import Result, Reward, result_or_error
 from oncurve.workers.event_loop import shared_loop
-from oncurve.workers.pool import Workers, python_workers, shared
+from oncurve.workers.pool import WorkerFailedError, Workers, python_workers, shared
 
 Function = Callable[..., Any]
 
@@ -91,7 +91,8 @@ class FunctionReward:
         return run_coroutine([result_or_error(self._call, (completion.text,), columns) for completion, columns in pairs])
 
     def place_of(self, error: BaseException) -> str:
-        return place_of_error(error, self.function)
+        """The place in the user's file at which the function has raised this error, such as ` (rewards.py:4)`."""
+        return error.place if isinstance(error, WorkerFailedError) else place_of_error(error, self.function)
 
     def missing_columns(self, prompt: Prompt) -> str | None:
         if self._per_group:

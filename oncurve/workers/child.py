@@ -20,7 +20,7 @@ GRACE_S = 0.5
 
 def serve(handle: Callable[[Any], Any], memory: int = 4 << 30, place_of: Callable[[BaseException], str] = lambda _: "") -> None:
     """Answers jobs until standard input ends. ``memory`` limits the address space, in bytes. ``place_of`` gives the place of an
-    error, which its message ends with."""
+    error, which is sent beside its message."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles Ctrl-C
@@ -42,7 +42,7 @@ def _answer(handle: Callable[[Any], Any], job: Any, place_of: Callable[[BaseExce
     try:
         return json.dumps({"answer": handle(job)})
     except (Exception, SystemExit) as error:  # whatever a job raises is its answer
-        return json.dumps({"error": f"{type(error).__name__}: {error}"[:500] + place_of(error)})
+        return json.dumps({"error": f"{type(error).__name__}: {error}"[:500], "place": place_of(error)})
 
 
 def _limit(kind: int, value: int) -> None:

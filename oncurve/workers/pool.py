@@ -35,7 +35,12 @@ class WorkerDiedError(RuntimeError):
 
 
 class WorkerFailedError(RuntimeError):
-    """A job raised in its worker; the message is that of the exception."""
+    """A job raised in its worker; the message is that of the exception. ``place``: where, such as ` (rewards.py:4)`, if the
+    worker names places."""
+
+    def __init__(self, message: str, place: str = "") -> None:
+        super().__init__(message)
+        self.place = place
 
 
 class Worker:
@@ -158,7 +163,7 @@ class Workers:
         finally:
             self._free.put(worker)
         if "error" in reply:
-            raise WorkerFailedError(reply["error"])
+            raise WorkerFailedError(reply["error"], reply.get("place", ""))
         return reply["answer"]
 
     def ask_all(self, jobs: Sequence[Any], seconds: float) -> list[Any]:

@@ -10,7 +10,7 @@ from trl.rewards.format_rewards import think_format_reward
 from trl.rewards.other_rewards import get_soft_overlong_punishment
 
 from oncurve.errors import RecipeError, RewardError
-from oncurve.plugins import load_function
+from oncurve.plugins import load_function, without_place
 from oncurve.rewards.base import Reward
 from oncurve.rewards.mix import aspects_of
 from oncurve.rewards.python_function import FunctionReward, PythonOptions, as_reward, python_reward
@@ -225,6 +225,48 @@ def test_a_failure_names_the_line_in_the_user_s_folder(tmp_path: Path) -> None:
     namespace: dict[str, Any] = {}
     exec("def typed(completion):\n    raise KeyError('x')", namespace)
     assert run(namespace["typed"], "a") == [(None, "KeyError: 'x'")]
+
+
+def test_a_place_that_can_t_be_found_is_left_out(tmp_path: Path) -> None:
+    """A reward that fails never stops the run, whatever its function is made of."""
+    namespace: dict[str, Any] = {}
+    exec(compile("def typed(completion):\n    raise KeyError('x')", "x" * 300, "exec"), namespace)
+    assert run(namespace["typed"], "a") == [(None, "KeyError: 'x'")]
+
+    def endless(completion: str) -> float:
+        raise KeyError("x")
+
+    reward = FunctionReward(endless, "endless")
+    assert "completion" in reward._parameters
+    endless.__wrapped__ = endless  # type: ignore[attr-defined]
+    assert [a.failure for a in aspects_of(reward, group("a"))] == ["KeyError: 'x'"]
+
+    class Own:
+        name, weight, place_of = "own", 1.0, "the shop"
+
+        def score(self, group: Any) -> list[float]:
+            raise KeyError("x")
+
+    assert run(Own(), "a") == [(None, "KeyError: 'x'")]
+
+
+def test_a_long_message_keeps_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text("def raises(completion):\n    raise ValueError('x' * 900)\n")
+    for reward, start in [
+        (limited(path, "raises"), "WorkerFailedError: ValueError: "),
+        (FunctionReward(load_function(f"{path}:raises", "here"), "mine"), "ValueError: "),
+    ]:
+        (aspect,) = aspects_of(reward, group("a"))
+        assert aspect.failure == f"{start}{'x' * 300}"[:300] + " (mine.py:2)"
+
+
+def test_a_place_is_removed_exactly(tmp_path: Path) -> None:
+    for name, place in [("mine.py", " (mine.py:2)"), ("my rewards.py", " (my rewards.py:2)"), ("mine (1).py", "")]:
+        (tmp_path / name).write_text("def raises(completion):\n    raise ValueError('no (at 10:30)')\n")
+        (failure,) = [failure for _, failure in run(load_function(f"{tmp_path / name}:raises", "here"), "a")]
+        assert failure == f"ValueError: no (at 10:30){place}"
+        assert without_place(failure) == "ValueError: no (at 10:30)"
 
 
 def test_a_function_that_changes_its_columns_changes_no_later_score() -> None:

@@ -33,6 +33,7 @@ from oncurve.models.heads.divergence_head import DivergenceSettings, TeacherStat
 from oncurve.models.loading.load import check_source, load_policy, load_tokenizer
 from oncurve.models.packing import Pack, PrefixGroup, build_pack, to_device
 from oncurve.models.policy import Policy, dummy_passes
+from oncurve.plugins import without_place
 from oncurve.recipe.schema.model import Model
 from oncurve.recipe.schema.stages import SELF, Distil, Teacher
 from oncurve.records import Floats, GradedGroup, Ints, Prompt, ScoredCompletion, ScoredGroup, StepReport
@@ -251,7 +252,8 @@ def teacher_prompt(teacher: Teacher, prompt: Prompt, scored: ScoredCompletion | 
     """A prompt with the teacher's context. In a chat it replaces the last message's text."""
     assert teacher.context is not None
     last = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
-    feedback = "" if scored is None else "; ".join(f"{a.name}: {a.reason or a.failure or a.value}" for a in scored.aspects)
+    said = ((a, a.reason or without_place(a.failure or "") or a.value) for a in (() if scored is None else scored.aspects))
+    feedback = "; ".join(f"{a.name}: {what}" for a, what in said)
     try:
         text = teacher.context.format_map({**prompt.columns, "prompt": last, "feedback": feedback})
     except (KeyError, IndexError, ValueError) as error:

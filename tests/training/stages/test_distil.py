@@ -18,6 +18,7 @@ from oncurve.errors import DataError, ModelError, RecipeError
 from oncurve.models.loading.load import load_policy
 from oncurve.models.policy import Policy
 from oncurve.operations.replay import replay
+from oncurve.plugins import load_function
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.model import Lora, Model
 from oncurve.recipe.schema.recipe import Recipe
@@ -32,6 +33,7 @@ from oncurve.training.stages.distil import DistilLoop, LocalTeacher, check_data,
 from oncurve.training.start import begin, resume
 from tests.recipe.recipes import refusal
 from tests.training.builders import PROMPTS, SMALL, apart, digits, gradient, policy, recipe, snapshot
+from tests.rewards import builders as rewards
 from tests.training.stages.test_ppo import doubled
 from tests.training.test_trainer import StopAfter, fingerprint
 
@@ -204,6 +206,21 @@ def test_feedback_is_what_the_rewards_said_of_each_completion() -> None:
 
 
 def test_a_lora_policy_and_its_base_share_their_weights(teacher_folder: Path) -> None:
+def test_feedback_leaves_out_the_line_of_a_failure(tmp_path: Path) -> None:
+    """The teacher's prompt, and so what is trained, is the same after a line of the reward's file has moved."""
+    teacher = distil_loop("self", teacher={"model": "self", "context": "{feedback}"}).distil.teacher
+    prompts, failures = [], []
+    for lines in (0, 5):
+        path = tmp_path / f"{lines}" / "mine.py"
+        path.parent.mkdir()
+        path.write_text("\n" * lines + "def raises(completion):\n    raise KeyError('x')\n")
+        scored = RewardMix([FunctionReward(load_function(f"{path}:raises", "here"), "f")]).score([rewards.group("a")])[0]
+        failures.append(scored.scored[0].failure)
+        prompts.append(teacher_prompt(teacher, PROMPTS.train[0], scored.scored[0]).text)
+    assert failures == ["f: KeyError: 'x' (mine.py:2)", "f: KeyError: 'x' (mine.py:7)"]
+    assert prompts == ["f: KeyError: 'x'"] * 2
+
+
     """No second model; the teacher is the policy without its adapter, so the first divergence is 0 and grows from there."""
     model = Model(source=str(teacher_folder), lora=Lora(rank=4))
     trained = load_policy(model, alphabet=None, seed=0)
