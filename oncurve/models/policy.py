@@ -79,6 +79,8 @@ class Policy:
         """Why learner and sampler run the model's own modules, if that is known."""
         self._accumulator: GradAccumulator | None = None
         self._known_roles: set[str] = set()
+        self.warnings: tuple[str, ...] = ()
+        """What a run's log says of this policy and the prompts that it was last checked with."""
         self.check = getattr(model, CHECK, None) or SelfCheck()
         """What the self-check found: which path the model takes, and how far that is from its own forward."""
         if self.check.tolerance == 0.0:  # not checked yet; a copy of an opened model carries its check along
@@ -273,19 +275,19 @@ class Policy:
         messages = with_system_prompt(self, prompt.messages or ())
         options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **self.template_options}
         shown = tools or prompt.tools
-        options |= {"tools": [dict(tool) for tool in shown]} if shown else {}
-        out = apply_chat_template(self.tokenizer, messages, prompt.id, **options)
-        self._check_roles(messages, prompt.id)
+        given = {"tools": [dict(tool) for tool in shown]} if shown else {}
+        out = apply_chat_template(self.tokenizer, messages, prompt.id, **options | given)
+        self._check_roles(messages, prompt.id, self.template_options | given)
         ids: list[int] = out["input_ids"]
         return ids
 
-    def _check_roles(self, messages: Sequence[dict[str, Any]], where: str) -> None:
+    def _check_roles(self, messages: Sequence[dict[str, Any]], where: str, options: Mapping[str, Any]) -> None:
         """Some templates silently drop messages of a role they do not know, so each role is tried once with a probe text."""
         for index, role in enumerate(m["role"] for m in messages):
             if role in self._known_roles:
                 continue
             probed = [{**m, "content": PROBE} if i == index else m for i, m in enumerate(messages)]
-            if PROBE not in str(apply_chat_template(self.tokenizer, probed, where, tokenize=False, **self.template_options)):
+            if PROBE not in str(apply_chat_template(self.tokenizer, probed, where, tokenize=False, **options)):
                 raise ModelError(
                     where,
                     f"a message of role '{role}'",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from oncurve.errors import DataError
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.stages import Stage
+from oncurve.recipe.schema.stages import Sft, Stage
 from oncurve.records import Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.tasks.base import Task
@@ -39,7 +39,8 @@ def check_stage_data(stage: Stage, task: Task, rewards: RewardMix) -> None:
 
 def check_policy(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Task]) -> None:
     """Raises an OncurveError for the first prompt, example or pair that the model can't read or has no positions for, and for
-    a model that a stage can't train. Stages that do not use the policy send their prompts elsewhere.
+    a model that a stage can't train. Stages that do not use the policy send their prompts elsewhere. Sets the warnings of the
+    policy.
 
     The training prompts of an endless task can't be listed; its held-out prompts stand for them.
     """
@@ -50,6 +51,8 @@ def check_policy(policy: Policy, recipe: Recipe, task_of: Callable[[Stage], Task
             for prompt in _prompts_of(task, stage):
                 checker.check_prompt(prompt, stage.max_new_tokens or 1)
             STAGES[type(stage)].check_policy(stage, task, checker)
+    warning = checker.check_tools(has_demonstrations=any(isinstance(stage, Sft) for stage in recipe.stages))
+    policy.warnings = () if warning is None else (warning,)
 
 
 def _prompts_of(task: Task, stage: Stage) -> Iterator[Prompt]:

@@ -1,13 +1,14 @@
 """Checks that a model can read prompts and has positions for them and their completions.
 
 A token has at least one byte, so only texts with more bytes than the model has positions are tokenised. In addition, one chat
-is tokenised for each order of roles, because a chat template may refuse a role. Tools that the prompt never shows are refused.
+is tokenised for each order of roles, because a chat template may refuse a role. A model that can't know its tools is refused.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from oncurve.errors import ModelError
 from oncurve.models.chat_template import apply_chat_template, encode_example, with_system_prompt
@@ -19,13 +20,27 @@ TEMPLATE_BYTES = 1024
 """More than any chat template adds to a prompt, besides the system prompt."""
 
 
+class _ToolSet(NamedTuple):
+    """The tools of some prompts. ``has_reset``: their environment begins with a text of its own, which may describe them."""
+
+    names: tuple[str, ...]
+    where: str
+    has_reset: bool
+
+
+def _not_in(text: str, names: Sequence[str]) -> tuple[str, ...]:
+    """The names that do not occur in a text as words."""
+    return tuple(name for name in names if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text))
+
+
 class PromptChecker:
     """Checks texts for one policy, and remembers the orders of roles that its chat template accepted."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._accepted: set[tuple[str, ...] | None] = set()
-        self._known_tools: set[str] = set()
+        self._unnamed: dict[_ToolSet, tuple[str, ...]] = {}
+        """The tools of each set that no text has named so far."""
         self._shows_tools = policy.tokenizer.chat_template == CHAT_TEMPLATE
 
     def has_new_roles(self, prompt: Prompt) -> bool:
@@ -53,35 +68,67 @@ class PromptChecker:
             )
         if self.must_encode(prompt, prompt.shown, new_tokens):
             self._check_length(prompt, new_tokens, "max_new_tokens")
-        self._check_tools(prompt, prompt.tools, "task")
+        self._note_tools(prompt, prompt.tools, prompt.shown, "task")
 
     def check_example(self, example: Example) -> None:
         if self.must_encode(example.prompt, example.prompt.shown + example.completion, 1):
             new_tokens = len(encode_example(self.policy, example)[0])
             self._check_length(example.prompt, new_tokens, "a demonstration", example.tools)
-        self._check_tools(example.prompt, example.tools or example.prompt.tools, example.prompt.id)
+        text = f"{example.prompt.shown}\n{example.completion}"
+        self._note_tools(example.prompt, example.tools or example.prompt.tools, text, "demonstrations")
 
-    def _check_tools(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], where: str) -> None:
-        """Many templates ignore tools without an error. Such a model can call only the tools that a message names. The built-in
-        template leaves them out by design."""
-        names = {str(tool.get("function", tool).get("name")) for tool in tools} - self._known_tools
+    def _note_tools(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], text: str, where: str) -> None:
+        """Notes whether the template shows the tools, and which of them the text names. The built-in template leaves them out
+        by design."""
+        names = tuple(sorted({str(tool.get("function", tool).get("name")) for tool in tools}))
         if self._shows_tools or not names or prompt.messages is None:
             return
-        self._known_tools |= names
-        messages = with_system_prompt(self.policy, prompt.messages)
-        options = {"add_generation_prompt": True, "tokenize": False, **self.policy.template_options}
-        without = str(apply_chat_template(self.policy.tokenizer, messages, where, **options))
-        given = [dict(tool) for tool in tools]
-        self._shows_tools = apply_chat_template(self.policy.tokenizer, messages, where, tools=given, **options) != without
-        hidden = sorted(name for name in names if name not in without)
-        if hidden and not self._shows_tools:
-            raise ModelError(
-                where,
-                f"tools that the model never sees: {', '.join(hidden)}",
-                because="the model's chat template does not show tools to the model",
-                fix="use a model whose template does (Qwen 2.5 or Qwen 3), describe the tools in model.system_prompt, or set "
-                "model.tiny.chat = true for the built-in model",
-            )
+        has_reset = getattr(prompt.environment, "factory", None) is not None
+        tool_set = _ToolSet(names, where, has_reset)
+        if tool_set not in self._unnamed:
+            written = self._written_without_tools(prompt, tools, where)
+            if written is None:
+                self._shows_tools = True
+                return
+            self._unnamed[tool_set] = _not_in(written, names)
+        self._unnamed[tool_set] = _not_in(text, self._unnamed[tool_set])
+
+    def _written_without_tools(self, prompt: Prompt, tools: Sequence[Mapping[str, Any]], where: str) -> str | None:
+        """The prompt as the template writes it without tools; None if the template shows them."""
+        messages = with_system_prompt(self.policy, prompt.messages or ())
+        given = {**self.policy.template_options, "tools": [dict(tool) for tool in tools]}  # as `Policy.encode` gives them
+        options = {"add_generation_prompt": True, "tokenize": False}
+        shown = str(apply_chat_template(self.policy.tokenizer, messages, where, **options, **given))
+        try:
+            plain = str(apply_chat_template(self.policy.tokenizer, messages, where, **options, **given | {"tools": None}))
+        except ModelError:  # a template that needs tools reads them
+            return None
+        return plain if plain == shown else None
+
+    def check_tools(self, *, has_demonstrations: bool) -> str | None:
+        """Call it after all prompts. Many templates ignore tools without an error: such a model can call only the tools that
+        it learns of elsewhere. Raises ModelError if it certainly learns of none: no prompt names any, no environment's `reset`
+        may describe them, and no demonstrations may teach them. Otherwise returns a warning of tools that no prompt names."""
+        if self._shows_tools:
+            return None
+        because = "the model's chat template does not show tools to the model"
+        for tool_set, unnamed in self._unnamed.items():
+            if len(unnamed) == len(tool_set.names) and not tool_set.has_reset and not has_demonstrations:
+                raise ModelError(
+                    tool_set.where,
+                    f"tools that the model never sees: {', '.join(unnamed)}",
+                    because=f"{because}, and no prompt names one",
+                    fix="use a model whose template does (Qwen 2.5 or Qwen 3), describe the tools in model.system_prompt, or "
+                    "set model.tiny.chat = true for the built-in model",
+                )
+        hidden = sorted({name for unnamed in self._unnamed.values() for name in unnamed})
+        if not hidden:
+            return None
+        return (
+            f"{because}, and no prompt names {', '.join(hidden)}: the model calls only tools that it learns of elsewhere, "
+            "such as in the text of an environment's `reset` or in demonstrations. Describe them in model.system_prompt, or use "
+            "a model whose template shows them (Qwen 2.5 or Qwen 3)"
+        )
 
     def _check_length(self, prompt: Prompt, new_tokens: int, purpose: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         length = len(self.policy.encode(prompt, tools))

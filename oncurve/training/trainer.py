@@ -189,6 +189,8 @@ class Trainer:
             self.notify.on_event("deterministic", self.determinism)
         names = [s.label for s in self.recipe.stages]
         first = names.index(start.stage) if start else 0
+        for line in () if self.policy is None else self.policy.warnings:
+            self.notify.on_event("warning", line)
         if start and self.policy is not None:
             load_weights(self.policy, start.tensors["model"])
         for position, stage in enumerate(self.recipe.stages):

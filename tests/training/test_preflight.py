@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from oncurve.agents.tool_environment import ToolEnvironment
 from oncurve.errors import ModelError, OncurveError, RecipeError, RewardError
 from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.models.policy import Policy
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.schema.model import TinyModel
 from oncurve.records import Example, Message, Prompt
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.training.prompt_checker import PromptChecker
 from oncurve.training.start import begin, build_tasks_and_rewards, fork, resume
@@ -104,6 +106,7 @@ def test_processes_of_a_cluster_are_refused_without_one(
 
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 WITH_TOOLS = PLAIN + "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+WITHOUT_IF = PLAIN + "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
 PRICE = {"type": "function", "function": {"name": "price", "description": "Look up a price."}}
 
 
@@ -122,24 +125,93 @@ def chat_policy(template: str | None, system: str | None = None) -> Policy:
     return Policy(model, words, system_prompt=system)
 
 
+CHAT: tuple[Message, ...] = ({"role": "user", "content": "tea?"},)
+
+
+def tools_warning(policy: Policy, *prompts: Prompt | Example, taught: bool = False) -> str | None:
+    """The warning about tools; an error if they are refused."""
+    checker = PromptChecker(policy)
+    for prompt in prompts:
+        if isinstance(prompt, Example):
+            checker.check_example(prompt)
+        else:
+            checker.check_prompt(prompt, 4)
+    return checker.check_tools(has_demonstrations=taught)
+
+
+def shop(text: str = "tea?", environment: object = None) -> Prompt:
+    """A chat with the tools of an environment."""
+    return Prompt("shop/1", messages=({"role": "user", "content": text},), environment=environment or Shop())  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", ["prompt", "demonstration"])
 @pytest.mark.parametrize(
     ("template", "system", "is_refused"),
-    [(PLAIN, None, True), (PLAIN, "Call price.", False), (WITH_TOOLS, None, False), (None, None, False)],
+    [
+        (PLAIN, None, True),
+        (PLAIN, "Call price.", False),
+        (PLAIN, "Call get_price at the priceless shop.", True),
+        (WITH_TOOLS, None, False),
+        (WITHOUT_IF, None, False),
+        (None, None, False),
+    ],
 )
 def test_tools_that_the_model_never_sees(kind: str, template: str | None, system: str | None, is_refused: bool) -> None:
     """Many chat templates ignore tools: the run would sample without them and say nothing."""
-    checker = PromptChecker(chat_policy(template, system))
-    chat: tuple[Message, ...] = ({"role": "user", "content": "tea?"},)
-
-    def check() -> None:
-        if kind == "prompt":
-            checker.check_prompt(Prompt("shop/1", messages=chat, environment=Shop()), 4)  # type: ignore[arg-type]
-        else:
-            checker.check_example(Example(Prompt("shop/1", messages=chat), "7", tools=(PRICE,)))
-
+    policy = chat_policy(template, system)
+    given = shop() if kind == "prompt" else Example(Prompt("shop/1", messages=CHAT), "7", tools=(PRICE,))
     if not is_refused:
-        check()
+        assert tools_warning(policy, given) is None
         return
     with pytest.raises(ModelError, match=r"tools that the model never sees: price\n.*does not show tools to the model"):
-        check()
+        tools_warning(policy, given)
+
+
+def test_tools_that_the_model_may_learn_of_elsewhere_get_a_warning() -> None:
+    """Only a model that certainly learns of no tool is refused."""
+    policy = chat_policy(PLAIN)
+
+    class Till:
+        def reset(self) -> str:
+            return "Call price(item)."
+
+        def price(self, item: str) -> str:
+            """Look up a price.
+
+            Args:
+                item: What is sold.
+            """
+            return item
+
+        def close(self) -> None:
+            """Close the till."""
+
+    till = ToolEnvironment(factory=Till)
+    assert "no prompt names close, price:" in (tools_warning(policy, shop("tea?", till)) or "")
+    assert "no prompt names close:" in (tools_warning(policy, shop("Call price.", till)) or "")
+    assert "no prompt names price:" in (tools_warning(policy, shop(), taught=True) or "")
+    demonstration = Example(Prompt("shop/1", messages=CHAT), '{"name": "price"}', tools=(PRICE,))
+    assert tools_warning(policy, demonstration, taught=True) is None
+    assert tools_warning(policy, shop("tea?"), shop("Call price.")) is None, "every prompt is read, not only the first"
+
+
+def test_a_task_s_tools_replace_those_of_the_template_s_options() -> None:
+    policy = chat_policy(WITH_TOOLS)
+    policy.template_options = {"tools": [{"name": "other"}]}
+    assert tools_warning(policy, shop()) is None
+
+
+def test_the_log_warns_of_tools_that_no_prompt_names(tmp_path: Path) -> None:
+    rows = [{"messages": [*CHAT, {"role": "assistant", "content": n}], "tools": [PRICE]} for n in "78"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "tea?", "answer": "7"}))
+    sft = {"type": "sft", "steps": 1, "batch_size": 2, "data": str(path)}
+    task = {"type": "file", "path": str(prompts), "chat": True}
+    options = {"name": "x", "threads": 1, "task": task, "rewards": [{"type": "answer"}], "stages": [sft]}
+    run = begin(parse_recipe(options), out=tmp_path / "run", policy=chat_policy(PLAIN + "assistant: "))
+    with RunReader.open(run.path) as store:
+        warnings = [event.message for event in store.events("warning")]
+    assert len(warnings) == 1
+    assert "no prompt names price:" in warnings[0]
