@@ -126,8 +126,8 @@ class PromptChecker:
             return None
         return (
             f"{because}, and no prompt names {', '.join(hidden)}: the model calls only tools that it learns of elsewhere, "
-            "such as in the text of an environment's `reset` or in demonstrations. Describe them in model.system_prompt, or use "
-            "a model whose template shows them (Qwen 2.5 or Qwen 3)"
+            "such as in the text of an environment's `reset` or in demonstrations. Describe them in model.system_prompt, or "
+            "use a model whose template shows them (Qwen 2.5 or Qwen 3)"
         )
 
     def _check_length(self, prompt: Prompt, new_tokens: int, purpose: str, tools: Sequence[Mapping[str, Any]] = ()) -> None:

@@ -249,7 +249,8 @@ def parse_token_id(token: str) -> int | None:
 
 
 def teacher_prompt(teacher: Teacher, prompt: Prompt, scored: ScoredCompletion | None = None) -> Prompt:
-    """A prompt with the teacher's context. In a chat it replaces the last message's text."""
+    """A prompt with the teacher's context. In a chat it replaces the last message's text. The feedback leaves out where a
+    reward's file failed, because what is trained must not change when a line of that file moves."""
     assert teacher.context is not None
     last = prompt.text if prompt.messages is None else str(prompt.messages[-1]["content"])
     said = ((a, a.reason or without_place(a.failure or "") or a.value) for a in (() if scored is None else scored.aspects))
