@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, InvalidStateError
 from functools import partial
-from typing import Any, TypeVar, get_args
+from typing import Any, SupportsIndex, TypeVar, get_args
 
 from oncurve.agents.tool_calls import ParsedCall, parse_turn
 from oncurve.agents.tools import ToolFunction, check_names, describe_methods, describe_tool
@@ -59,6 +59,8 @@ class ToolEnvironment:
         factory_where: str = "environment_factory",
     ) -> None:
         self.factory, self.max_turns, self.timeout_s, self.history = factory, max_turns, timeout_s, history
+        self.sent_as: tuple[Callable[..., object], tuple[object, ...]] | None = None
+        """What another process calls to get its own environment like this one, instead of a copy; None: it is copied."""
         if history not in get_args(History):
             because = "a turn follows the tokens as they were sampled, or what the chat template writes"
             raise RecipeError("history", repr(history), because=because, fix="use 'tokens' or 'template'")
@@ -78,6 +80,9 @@ class ToolEnvironment:
 
     def begin(self, rollout: Rollout) -> ToolEpisode:
         return ToolEpisode(self, rollout)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.sent_as or super().__reduce_ex__(protocol)
 
 
 def _environment_class(factory: EnvironmentFactory, where: str) -> type:

@@ -79,8 +79,8 @@ class SamplerActor:
     def _build_engine(self, recipe: Recipe) -> Engine:
         if self.engine is not None:
             self.engine.close()
-        tasks = [task_for(recipe, stage) for stage in recipe.stages]  # prompts arrive with the keys of their environments
-        engine = build_engine(load_policy(recipe.model, alphabet=tasks[0].alphabet, seed=recipe.seed), recipe)
+        alphabet = task_for(recipe, recipe.stages[0]).alphabet
+        engine = build_engine(load_policy(recipe.model, alphabet=alphabet, seed=recipe.seed), recipe)
         engine.weight_source = PendingWeights(self)
         return engine
 

@@ -32,6 +32,7 @@ from oncurve.runs.atomic_files import write_folder_atomically
 from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.listing import CheckpointEntry, RunTarget, find_target
 from oncurve.runs.folder import RunFolder
+from oncurve.tasks.environments import PureEnvironment
 from oncurve.training.evaluate import answer_sampling, evaluate
 from oncurve.training.inputs import folder_of_inputs
 from oncurve.training.start import rewards_for, task_for
@@ -266,7 +267,9 @@ def load_trained_environment(
 def _identity(environment: Environment | StatefulEnvironment | None) -> object:
     """Equal for environments that reply alike: a task's prompts share one environment with tools, but each may have its own of
     the pure form."""
-    return id(environment) if isinstance(environment, ToolEnvironment) else type(environment)
+    if isinstance(environment, ToolEnvironment):
+        return id(environment)
+    return type(environment.environment if isinstance(environment, PureEnvironment) else environment)
 
 
 def _refuse_existing(path: Path) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import copyreg
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, SupportsIndex
+from weakref import WeakValueDictionary
+
+import numpy as np
 
 from oncurve.agents.gymnasium_environment import gymnasium_class
 from oncurve.agents.mcp_client import mcp_tools
@@ -19,7 +21,7 @@ from oncurve.agents.verifiers_environment import verifiers_class
 from oncurve.errors import RecipeError, did_you_mean
 from oncurve.plugins import Registry, load_function
 from oncurve.recipe.schema.base import Section
-from oncurve.records import Environment, History, StatefulEnvironment
+from oncurve.records import Environment, History, Prompt, StatefulEnvironment
 from oncurve.tasks.puzzles.calculator import Calculator
 
 
@@ -56,36 +58,47 @@ FROM_ELSEWHERE: Mapping[str, Callable[[str, str, Mapping[str, Any]], type]] = {
 }
 """Other packages' environments, which a recipe names as `package:id`: (id, the recipe's key, its options) -> a class."""
 
-_BY_KEY: dict[str, object] = {}
+_BY_KEY: WeakValueDictionary[str, ToolEnvironment | PureEnvironment] = WeakValueDictionary()
 """This process's newest environment of each key (`send_as_key`)."""
-_KEYS: dict[int, tuple[object, str, Callable[[], object] | None]] = {}
-"""By an environment's id: itself, so that no other object gets this id; its key; and what loads it if a process has none."""
+_LOADED: dict[str, object] = {}
+"""Environments that were loaded because another process sent their key. Prompts come and go, so they are kept."""
 _LOADING = threading.RLock()
 
 
-def send_as_key(environment: object, key: str, load: Callable[[], object] | None = None) -> None:
+class PureEnvironment:
+    """A user's environment of the pure form. Processes send each other this wrapper as its key; the user's own object can be
+    copied and pickled as usual."""
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+        self.sent_as: tuple[Callable[..., object], tuple[object, ...]] | None = None
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        return self.environment.calls
+
+    def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
+        return self.environment.reply(prompt, turns, dice)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return self.sent_as or super().__reduce_ex__(protocol)
+
+
+def send_as_key(environment: ToolEnvironment | PureEnvironment, key: str, load: Callable[[], object] | None = None) -> None:
     """Pickle an environment as its key from now on. Ranks, and samplers of a Ray cluster, send each other prompts, and each
     process then uses its own environment of that key. If it has none, it calls ``load``.
 
     An environment itself can't be sent in general: its class may be local, its file's module may have been imported again, and
     it may hold a server.
     """
-    _BY_KEY[key], _KEYS[id(environment)] = environment, (environment, key, load)
-    copyreg.pickle(type(environment), _reduce)
-
-
-def _reduce(environment: object) -> Any:
-    if id(environment) not in _KEYS:  # created elsewhere, such as by a task for its own prompts
-        return environment.__reduce_ex__(2)
-    _, key, load = _KEYS[id(environment)]
-    return _find_or_load, (key, load)
+    _BY_KEY[key], environment.sent_as = environment, (_find_or_load, (key, load))
 
 
 def _find_or_load(key: str, load: Callable[[], object] | None) -> object:
     with _LOADING:
-        if load is None or key in _BY_KEY:
+        if key in _BY_KEY or load is None:
             return _BY_KEY[key]
-        return load()
+        return _LOADED.setdefault(key, load())
 
 
 def load_environment(
@@ -100,7 +113,8 @@ def load_environment(
     """The environment that a recipe names under ``where``: one of `ENVIRONMENTS`, `file.py:Class`, or `PACKAGE:ID` of another
     package (`FROM_ELSEWHERE`). ``tools`` are functions (`file.py:name`) and MCP servers that the policy can call as well.
     ``options`` are the arguments of the environment's class."""
-    environment = _build_environment(name, where, tools, max_turns, timeout_s, history, options)
+    built = _build_environment(name, where, tools, max_turns, timeout_s, history, options)
+    environment = PureEnvironment(built) if built is not None and not isinstance(built, ToolEnvironment) else built
     if environment is not None:
         arguments = (name, where, tuple(tools), max_turns, timeout_s, history, dict(options))
         send_as_key(environment, repr(arguments), partial(load_environment, *arguments))
@@ -115,7 +129,7 @@ def _build_environment(
     timeout_s: float,
     history: History,
     options: Mapping[str, Any],
-) -> Environment | StatefulEnvironment | None:
+) -> ToolEnvironment | Environment | None:
     kind = None if name is None else _find_environment(name, where, options)
     if kind is not None and not _is_stateful(kind):
         environment = _pure_environment(str(name), kind, where)

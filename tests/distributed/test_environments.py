@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 from oncurve.recipe.load import dump_recipe, parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.runs.database.reader import RunReader
+from oncurve.tasks.environments import PureEnvironment, load_environment
 from tests.distributed.runs import Started
 
 OWN = """
@@ -190,3 +194,25 @@ def test_groups_that_are_extended_on_another_day_start_again_on_all_ranks(tmp_pa
         assert "finished episodes start again" in event.message
     assert texts(tmp_path / "2") == texts(tmp_path / "1")
     assert all(prompt.endswith("on Tuesday") for groups in texts(tmp_path / "1") for prompt, _ in groups)
+
+
+def test_an_environment_of_the_users_is_copied_as_usual(tmp_path: Path) -> None:
+    """A reply may be computed by a copy that plays all turns again: it must not be the shared object."""
+    (tmp_path / "own.py").write_text(OWN)
+    shared = load_environment(f"{tmp_path}/own.py:Echo", "task.environment")
+    assert isinstance(shared, PureEnvironment)
+    own: Any = shared.environment
+    again = copy.deepcopy(own)
+    again.times = 7
+    assert own.times == 1
+    assert copy.copy(own) is not own
+    assert copy.deepcopy(shared) is shared, "only what is sent between processes is found by its key"
+
+
+def test_environments_end_with_their_prompts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    shop = load_environment(f"{tmp_path}/own.py:Shop", "task.environment")
+    gone = weakref.ref(shop)
+    del shop
+    gc.collect()
+    assert gone() is None
