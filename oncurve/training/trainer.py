@@ -40,7 +40,7 @@ from oncurve.runs.bad_batches import save_bad_batch
 from oncurve.runs.checkpoints import files
 from oncurve.runs.checkpoints.files import Checkpoint
 from oncurve.runs.checkpoints.listing import best_step, list_checkpoints
-from oncurve.runs.database.reader import RunReader
+from oncurve.runs.database.reader import STARTED, RunReader
 from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder, Status
 from oncurve.runs.step_notes import Note, collect_notes, note, watch_progress
@@ -138,6 +138,7 @@ class Trainer:
             for sink in self.sinks:
                 sink.notify = self.notify
             self.checkpoint_writer, self.collapse_watch = CheckpointWriter(self.run.checkpoints), CollapseWatch()
+            store.record_event("run", STARTED)
             self.run.set_status("running")
             tokenizer = self.run.tokenizer
             if self.policy is not None and not tokenizer.exists():  # so that a running run's tokens can be shown

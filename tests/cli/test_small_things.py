@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from oncurve.recipe.load import builtin_recipes
+from oncurve.runs.database.writer import RunWriter
 from oncurve.runs.folder import RunFolder
 from oncurve.terminal.text import shorten_all
 from tests.cli.conftest import Oncurve
@@ -64,6 +67,37 @@ def test_status_and_show_say_why_a_run_failed(oncurve: Oncurve, recipe: Path, tm
     assert "reason" not in json.loads(oncurve("status", run, "--json").out)
 
 
+def test_the_reason_of_an_earlier_failure_is_not_given(
+    oncurve: Oncurve, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second error can't be recorded, as on a full disk."""
+    failing = failing_recipe(recipe, tmp_path, "def failing(completion):\n    raise ValueError('no such column')\n")
+    run = tmp_path / "runs" / "close"
+    assert oncurve("train", failing, "--out", run).code == 2
+
+    def refuse(store: RunWriter, kind: str, *arguments: Any, **data: Any) -> None:
+        if kind == "failed":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        record(store, kind, *arguments, **data)
+
+    record = RunWriter.record_event
+    monkeypatch.setattr(RunWriter, "record_event", refuse)
+    (tmp_path / "failing.py").write_text("def failing(completion):\n    raise KeyError('answer')\n")
+    assert oncurve("train", run, "--resume", "--accept-changes").code == 2
+    for command in ("status", "show", "runs"):
+        shown = oncurve(command, *(["--runs", run.parent] if command == "runs" else [run])).out
+        assert "failed" in shown
+        assert "could not be rewarded" not in " ".join(shown.split())
+
+
+def test_a_rare_failure_is_counted_in_the_summary(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
+    """One of 16: shares of long runs would be rounded to 0.0 %."""
+    reward = "called = []\n\n\ndef failing(completion):\n    called.append(1)\n    assert len(called) != 3\n    return 1.0\n"
+    trained = oncurve("train", failing_recipe(recipe, tmp_path, reward), "--out", tmp_path / "run")
+    assert trained.code == 0, trained.err
+    assert "grpo: 1 of 16 completions could not be rewarded (oncurve rewards audit" in " ".join(trained.out.split())
+
+
 def test_failed_rewards_are_shown_while_training_and_afterwards(oncurve: Oncurve, recipe: Path, tmp_path: Path) -> None:
     reward = "def failing(completions):\n    return [1.0] + [float('nan')] * (len(completions) - 1)\n"
     run = tmp_path / "run"
@@ -73,7 +107,7 @@ def test_failed_rewards_are_shown_while_training_and_afterwards(oncurve: Oncurve
     assert "failed 75 %" in shown
     assert shown.count("6 of 8 completions could not be rewarded") == 1, "one warning per stage"
     assert "The first error is: failing" in shown
-    assert "grpo: 75.0 % of completions could not be rewarded (oncurve rewards audit" in shown
+    assert "grpo: 12 of 16 completions could not be rewarded (oncurve rewards audit" in shown
     assert "grpo: no group had a signal in any step, so the rewards did not change the policy (oncurve" in shown
     assert "failure_share" in oncurve("show", run).out
 

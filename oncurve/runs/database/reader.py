@@ -25,6 +25,8 @@ from oncurve.runs.metrics import is_repeatable
 
 SECONDS = "seconds/"
 """Prefix of the metrics that hold a step's time by phase."""
+STARTED = "running"
+"""Message of the event of kind `run` that is recorded each time a run starts or resumes."""
 
 T = TypeVar("T")
 Kind = Literal["train", "eval"]
@@ -284,10 +286,21 @@ class RunReader:
         query = "SELECT time, kind, message, stage, step, data FROM events WHERE :kind IS NULL OR kind = :kind ORDER BY id"
         return self._decoded(self._query(query, kind=kind), lambda row: _record(Event, (*row[:5], json.loads(row["data"]))))
 
+    def count_failures(self, stage: str) -> tuple[int, int]:
+        """(completions that could not be rewarded, all completions) of a stage's training steps."""
+        query = """SELECT count(failure), count(*) FROM groups JOIN completions ON group_id = groups.id
+                   WHERE stage = ? AND kind = 'train'"""
+        return next(iter(self._decoded(self._query(query, stage), lambda row: (int(row[0]), int(row[1])))))
+
     def last_failure(self) -> str | None:
-        """The message of the last error that ended the run; None if none was recorded."""
-        failures = self.events("failed")
-        return failures[-1].message if failures else None
+        """The message of the error that ended the run; None if it was not recorded. Errors from before the run's last start
+        don't count: they are of an earlier attempt, or of the run that was forked."""
+        rows = self._query(
+            """SELECT message FROM events WHERE kind = 'failed' AND id >
+               (SELECT coalesce(max(id), 0) FROM events WHERE kind = 'run' AND message = ?) ORDER BY id DESC LIMIT 1""",
+            STARTED,
+        )
+        return next(iter(self._decoded(rows, lambda row: str(row["message"]))), None)
 
     def replies(self, stage: str, step: int, kind: Kind = "train") -> dict[str, str]:
         """Recorded results of non-deterministic rewards for a step or an evaluation, by the key of the reply cache."""

@@ -75,9 +75,9 @@ def reward_remarks(store: RunReader, stage: StageRow, run: RunFolder) -> list[st
     no_signal = [share for _, share in store.metric("no_signal_share", stage.name)]
     if no_signal and min(no_signal) >= 1:
         remarks.append("no group had a signal in any step, so the rewards did not change the policy")
-    failed = [share for _, share in store.metric("failure_share", stage.name)]
-    if any(failed):
-        remarks.append(f"{percent(sum(failed) / len(failed), 1)} of completions could not be rewarded")
+    if any(share for _, share in store.metric("failure_share", stage.name)):
+        failures, completions = store.count_failures(stage.name)
+        remarks.append(f"{failures:,} of {completions:,} completions could not be rewarded")
     return [f"{stage.name}: {remark} (oncurve rewards audit {run.shown})" for remark in remarks]
 
 

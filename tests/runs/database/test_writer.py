@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from oncurve.errors import DiskError, RunError
 from oncurve.records import Aspect, Completion, GradedGroup, Group, Prompt, ScoredCompletion, ScoredGroup, StepReport
 from oncurve.runs.database import row_codec
-from oncurve.runs.database.reader import RunReader
+from oncurve.runs.database.reader import STARTED, RunReader
 from oncurve.runs.database.writer import RunWriter
 from tests.runs.processes import finish, kill_when_ready, start
 from tests.runs.samples import eval_report, same, step_report
@@ -135,6 +135,17 @@ def test_events(store: RunWriter) -> None:
     assert first.data == {"checkpoint": "grpo-000003"}
     assert second.step is None
     assert [event.kind for event in store.events("finished")] == ["finished"]
+
+
+def test_only_a_failure_since_the_last_start_counts(store: RunWriter) -> None:
+    assert store.last_failure() is None
+    store.record_event("failed", "of a run of 0.1.0, which recorded no start")
+    assert store.last_failure() == "of a run of 0.1.0, which recorded no start"
+    store.record_event("run", STARTED)
+    assert store.last_failure() is None
+    store.record_event("failed", "the disk is slow")
+    store.record_event("run", "failed")
+    assert store.last_failure() == "the disk is slow"
 
 
 def test_summary(store: RunWriter) -> None:
