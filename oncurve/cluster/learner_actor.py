@@ -231,6 +231,7 @@ class ClusterTrainer(Trainer):
         )  # fmt: skip
         mixes = {s.label: self._remote_mix(rewards_of(s), s) for s in recipe.stages}
         super().__init__(recipe, run, task_of, lambda s: mixes[s.label], listeners, policy, minutes, world)
+        self.restarts_changed_steps = not actors.samplers  # a sampler that has failed samples again only in a new session
         samplers = actors.samplers[world.rank :: world.size]
         if samplers and self.policy is not None:
             self.engine = RemoteEngine(self.policy, recipe, samplers, session, self._log_event, self.board.set_phase)

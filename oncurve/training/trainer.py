@@ -98,6 +98,9 @@ RewardsOf = Callable[[Stage], RewardMix]
 class Trainer:
     """Runs a recipe in a folder. ``task_of`` and ``rewards_of`` return each stage's task and rewards."""
 
+    restarts_changed_steps = True
+    """Whether a step starts again, once, after a ChangedTextError."""
+
     def __init__(
         self, recipe: Recipe, run: RunFolder, task_of: TaskOf, rewards_of: RewardsOf, listeners: Sequence[Listener] = (),
         policy: Policy | None = None, minutes: float | None = None, world: World = SINGLE_PROCESS,
@@ -311,6 +314,8 @@ class Trainer:
             try:
                 report = loop.step(n)
             except ChangedTextError:
+                if not self.restarts_changed_steps:
+                    raise
                 dropped = self.reply_cache.drop_episodes()
                 note("episodes", f"{dropped} finished episodes start again: their environment now begins with another text")
                 report = loop.step(n)

@@ -11,10 +11,11 @@ from oncurve.cluster.messages import copy_weights, weights_as_bytes
 from oncurve.models.loading.load import load_policy
 from oncurve.recipe.schema.model import Lora, Model, TinyModel
 from oncurve.recipe.schema.sections import Task
+from oncurve.runs.database.reader import RunReader
 from oncurve.training.start import begin
 from tests.cluster.started import Started, same_as_in_one_process
 from tests.distributed.test_environments import CASES as ENVIRONMENTS
-from tests.distributed.test_environments import recipe_of, texts
+from tests.distributed.test_environments import DATED, recipe_of, texts
 from tests.faults.cases import CASES
 
 KINDS = [
@@ -53,6 +54,24 @@ def test_each_sampler_loads_an_environment_that_can_not_be_sent(cluster: Any, tm
     Started.begin(tmp_path / "ray", recipe.model_copy(update={"scale": scale}), cluster.address).end()
     begin(recipe, out=tmp_path / "plain")
     assert texts(tmp_path / "ray") == texts(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_a_text_that_changes_within_a_step_ends_the_run_without_a_note_that_episodes_start_again(
+    cluster: Any, tmp_path: Path
+) -> None:
+    """A sampler that has failed samples again only in a new session, so the step can't start again. A resumed run can."""
+    built = recipe_of(tmp_path, {"environment": "own.py:Dated"})
+    (tmp_path / "own.py").write_text(DATED)
+    (tmp_path / "today").write_text(" on Monday")
+    (tmp_path / "tomorrow").write_text(" on Tuesday")
+    scale = built.scale.model_copy(update={"samplers": 2, "reward_workers": 1})
+    started = Started.begin(tmp_path / "ray", built.model_copy(update={"scale": scale}), cluster.address)
+    assert "different texts" in " ".join(started.end(code=2).split())
+    with RunReader.open(started.run.path) as store:
+        assert not store.events("episodes")
+    started.resume(cluster.address).end()
+    assert all(prompt.endswith("on Tuesday") for groups in texts(started.run.path) for prompt, _ in groups)
 
 
 def test_with_lora_only_the_adapter_is_sent() -> None:
