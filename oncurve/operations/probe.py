@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import count
@@ -36,7 +36,7 @@ from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.recipe.schema.stages import Grpo
 from oncurve.recipe.validate import reject_python_only
-from oncurve.records import Prompt, ScoredGroup
+from oncurve.records import Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.runs.atomic_files import write_file_atomically
 from oncurve.runs.step_notes import report_progress
@@ -131,6 +131,7 @@ def probe(
     policy = policy or load_policy(recipe.model, alphabet=task_for(recipe, recipe.stages[0]).alphabet, seed=recipe.seed)
     native = NativeEngine(policy, recipe.engine)
     check_sampler(native)
+    rewards.bind(lambda: native.policy.decode)
     with closing(with_agents(native, recipe)) as engine:
         return _probe_stage(recipe, stage, task, engine, rewards, prompts, samples, estimates, note)
 
@@ -195,7 +196,7 @@ def start_note(recipe: Recipe, stage: Grpo) -> str | None:
     return "this is the built-in model with random weights: it has not been trained" if recipe.model.source == "tiny" else None
 
 
-def signal_at(totals: Sequence[float], size: int) -> float:
+def signal_at(totals: Sequence[Hashable], size: int) -> float:
     """The probability that a group of ``size`` completions of one prompt has two different rewards."""
     counts, n = Counter(totals).values(), len(totals)
     if size <= n:
@@ -273,7 +274,7 @@ def _report(
                 stage.group_size,
                 signal,
                 _mean([c / samples for c in correct]) if has_accuracy else None,
-                constant_total(totals),
+                constant_total(scored),
             ),
             choose_length(stage.sampling.max_new_tokens, length_99, truncated),
             choose_temperature(stage.sampling.temperature, temperatures, stage.group_size),
@@ -281,9 +282,12 @@ def _report(
     )
 
 
-def constant_total(totals: Sequence[Sequence[float]]) -> float | None:
-    """The reward that every completion of every group got; None if rewards differ, or if there are fewer than two."""
-    values = [total for group in totals for total in group]
+def constant_total(scored: Sequence[ScoredGroup]) -> float | None:
+    """The reward that every completion of every group got; None if rewards differ, or if there are fewer than two. Also None
+    if single steps are rewarded: totals don't include those rewards."""
+    if any(_step_rewards(s) for g in scored for s in g.scored):
+        return None
+    values = [total for g in scored for total in g.totals if total is not None]
     return values[0] if len(values) > 1 and len(set(values)) == 1 else None
 
 
@@ -369,7 +373,12 @@ def choose_temperature(current: float, measured: Sequence[AtTemperature], group_
 
 
 def _signal(scored: Sequence[ScoredGroup], size: int) -> float:
-    return _mean([signal_at([t for t in g.totals if t is not None], size) for g in scored])
+    return _mean([signal_at([(s.total, _step_rewards(s)) for s in g.scored if s.failure is None], size) for g in scored])
+
+
+def _step_rewards(scored: ScoredCompletion) -> tuple[tuple[float, ...], ...]:
+    """The rewards of a completion's single steps, from each process reward of nonzero weight."""
+    return tuple(tuple(value for _, value in a.steps) for a in scored.aspects if a.steps is not None and a.weight != 0)
 
 
 def _percent(share: float) -> str:

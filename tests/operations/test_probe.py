@@ -25,8 +25,11 @@ from oncurve.operations.probe import (
 )
 from oncurve.recipe.load import parse_recipe
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.records import Aspect, ScoredCompletion, ScoredGroup
 from oncurve.runs.step_notes import watch_progress
 from oncurve.terminal.evaluation import render_probe
+from tests.faults import grading
+from tests.rewards.builders import group
 
 
 def small(tmp_path: Path, *stages: dict[str, object]) -> Recipe:
@@ -69,11 +72,35 @@ def test_group_size_stops_once_doubling_gains_little() -> None:
     assert "harder prompts" in choose_group_size(8, dict.fromkeys((4, 8, 16, 32, 64), 0.0), 1.0).reason
 
 
+def scored(*values: float, steps: tuple[tuple[int, float], ...] | None = None, weight: float = 1.0) -> ScoredGroup:
+    """A group whose completions have these rewards, and a reward of single steps with these ``steps``."""
+    built = group(*("abc" for _ in values))
+    by_step = Aspect("process", None, weight=weight, steps=steps)
+    rows = zip(built.completions, values, strict=True)
+    return ScoredGroup(built, tuple(ScoredCompletion(c, (Aspect("answer", value), by_step)) for c, value in rows))
+
+
+def test_equal_totals_are_no_constant_reward_if_single_steps_are_rewarded() -> None:
+    steps = ((1, 1.0), (2, 0.0))
+    assert constant_total([scored(0.0, 0.0, steps=steps)]) is None
+    assert constant_total([scored(0.0, 0.0, steps=steps, weight=0.0)]) == 0.0
+
+
+def test_a_probe_counts_rewards_of_single_steps_as_signal(tmp_path: Path) -> None:
+    functions = {"function": f"{grading.__file__}:by_step", "splitter": f"{grading.__file__}:pairs"}
+    recipe = small(tmp_path).model_dump(exclude_none=True)
+    recipe["rewards"] = [{"type": "process", "source": "python", **functions}]
+    report = probe(parse_recipe(recipe), 2, samples=8)
+    assert report.failure_share < 1, "an empty completion has no step"
+    assert report.no_signal < 1
+    assert "the same" not in report.choices[0].reason
+
+
 def test_a_reward_that_is_always_the_same_is_blamed_before_the_prompts() -> None:
     no_signal = dict.fromkeys((4, 8, 16, 32, 64), 0.0)
-    assert constant_total([[0.5, 0.5], [], [0.5]]) == 0.5
-    assert constant_total([[0.5, 0.5], [0.0, 0.0]]) is None
-    assert constant_total([[0.5], []]) is None
+    assert constant_total([scored(0.5, 0.5), scored(), scored(0.5)]) == 0.5
+    assert constant_total([scored(0.5, 0.5), scored(0.0, 0.0)]) is None
+    assert constant_total([scored(0.5), scored()]) is None
     always = choose_group_size(8, no_signal, 0.0, constant=0.5)
     assert always.chosen is None
     assert "the same value, 0.5. Check with `oncurve rewards try`" in always.reason
