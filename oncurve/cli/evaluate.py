@@ -26,6 +26,7 @@ from oncurve.cli.options import (
     check_target,
     folder_of_run,
     grant_trust,
+    is_recipe,
     output,
     output_json,
 )
@@ -343,7 +344,7 @@ def probe(
 
     Suggests a group size, a temperature and a length limit, and estimates the time of a step.
     """
-    of_run = find_target(target, runs)
+    of_run = None if is_recipe(target) else find_target(target, runs)
     run = None if of_run is None else of_run.run
     for trusted_run in (run or trust.run_of_recipe(target), None if source is None else trust.run_of_target(source, runs)):
         grant_trust(trusted, trusted_run)

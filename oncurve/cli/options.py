@@ -105,11 +105,18 @@ def folder_of_run(run: RunFolder | None) -> AbstractContextManager[None]:
     return folder_of_inputs(run)
 
 
+def is_recipe(name: str) -> bool:
+    """Whether this is a file or a built-in recipe. Commands look for a run only if it is neither."""
+    from oncurve.recipe.load import builtin_recipes
+
+    return Path(name).is_file() or name in builtin_recipes()
+
+
 def recipe_file(name: str, runs: Path) -> str:
-    """The recipe file of a run, if ``name`` is a run. Otherwise ``name`` itself: a recipe file or a built-in recipe."""
+    """The recipe file of a run, if ``name`` is a run. A file or built-in recipe comes first: then ``name`` itself."""
     from oncurve.runs.folder import RunFolder
 
-    run = None if Path(name).is_file() else RunFolder.find(name, runs)
+    run = None if is_recipe(name) else RunFolder.find(name, runs)
     return name if run is None else str(run.recipe)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import typer
 from rich.text import Text
 
 from oncurve import trust
-from oncurve.cli.options import RUNS, Out, RunOrCheckpoint, Runs, Sets, Trust, grant_trust, output
+from oncurve.cli.options import RUNS, Out, RunOrCheckpoint, Runs, Sets, Trust, grant_trust, is_recipe, output
 from oncurve.cli.plan import print_plan
 from oncurve.distributed.rendezvous import joined_ranks, world_size
 from oncurve.distributed.world import SINGLE_PROCESS, World
@@ -242,7 +243,7 @@ def choose_target(target: str, sets: Sequence[str], out: Path | None, runs_dir: 
     trust.check_recipe(target)
     recipe = load_recipe(target, sets)
     if not resume:
-        return TrainTarget(recipe=recipe, advice=None if out else _reminder(recipe, runs_dir))
+        return TrainTarget(recipe=recipe, advice=None if out else _reminder(target, recipe, runs_dir))
     if out is not None:
         if not out.exists():
             return TrainTarget(recipe=recipe, advice=f"{out} does not exist yet: starting a new run there")
@@ -252,8 +253,8 @@ def choose_target(target: str, sets: Sequence[str], out: Path | None, runs_dir: 
 
 def _find_run(target: str, runs_dir: Path, resume: bool) -> RunFolder | None:
     """The run of this name. A file comes first, and without --resume a built-in recipe too."""
-    is_recipe = Path(target).is_file() or (not resume and target in builtin_recipes())
-    return None if is_recipe else RunFolder.find(target, runs_dir)
+    is_file_or_recipe = Path(target).is_file() if resume else is_recipe(target)
+    return None if is_file_or_recipe else RunFolder.find(target, runs_dir)
 
 
 def _named_run(target: str, run: RunFolder, sets: Sequence[str], resume: bool) -> TrainTarget:
@@ -316,7 +317,13 @@ def same_recipe(recipe: Recipe, run: RunFolder, sets: Sequence[str] = ()) -> boo
     return recipe.model_copy(update={"threads": threads, "engine": engine}) == resolved
 
 
-def _reminder(recipe: Recipe, runs_dir: Path) -> str | None:
+def _reminder(target: str, recipe: Recipe, runs_dir: Path) -> str | None:
+    """The advice to resume an unfinished run: the one that has the built-in recipe's name, or one of the same recipe."""
+    if target in builtin_recipes():
+        with contextlib.suppress(OncurveError):  # a run that can't be read is no reason not to start another
+            run = RunFolder.find(target, runs_dir)
+            if run is not None and run.state().current_status in UNFINISHED:
+                return f"{run.shown} is an unfinished run; to continue it: oncurve train --resume {run.shown}"
     for run in unfinished_runs(recipe.name, runs_dir):
         if same_recipe(recipe, run):
             return f"{run.shown} of the same recipe is unfinished; to continue it: oncurve train --resume {run.shown}"

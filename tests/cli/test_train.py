@@ -139,6 +139,32 @@ def test_a_new_run_of_a_built_in_recipe_starts_although_a_run_has_its_name(runs:
     assert continued.run.path == folder / "backwards"
 
 
+def test_a_built_in_recipe_that_starts_next_to_an_unfinished_run_of_its_name_says_so(runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(runs / "small-1", folder / "backwards")
+    assert choose_target("backwards", (), None, folder, resume=False).advice is None
+    RunFolder(folder / "backwards").set_status("interrupted")
+    advice = choose_target("backwards", (), None, folder, resume=False).advice
+    assert advice is not None
+    assert f"oncurve train --resume {folder / 'backwards'}" in advice
+    (folder / "backwards" / "run.json").write_text("{")
+    assert choose_target("backwards", (), None, folder, resume=False).recipe is not None
+
+
+def test_all_commands_take_a_built_in_recipe_before_a_run_of_its_name(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "runs"
+    shutil.copytree(runs / "small-1", folder / "arithmetic")
+    shown = oncurve("recipe", "show", "arithmetic", "--runs", folder).out
+    assert 'name = "arithmetic"' in shown
+    assert 'name = "small"' in oncurve("recipe", "show", folder / "arithmetic").out
+    tried = oncurve("rewards", "try", "arithmetic", "--completion", "<answer>1</answer>", "--runs", folder)
+    assert "answer" in tried.out, "the run's reward is called short"
+    assert "short" not in tried.out
+    probed = oncurve("probe", "arithmetic", "--runs", folder, "--set", "grpo.steps=0")
+    assert "not trusted" not in probed.err, "the run in a copied folder would be"
+    assert "grpo.steps" in probed.err
+
+
 def test_a_fork_and_its_parent_know_each_other(oncurve: Oncurve, runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     shutil.copytree(runs, folder)
