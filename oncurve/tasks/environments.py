@@ -80,6 +80,12 @@ class PureEnvironment:
     def reply(self, prompt: Prompt, turns: Sequence[str], dice: np.random.Generator) -> str | None:
         return self.environment.reply(prompt, turns, dice)
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PureEnvironment) and self.environment == other.environment
+
+    def __hash__(self) -> int:
+        return hash(type(self.environment))
+
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.sent_as or super().__reduce_ex__(protocol)
 

@@ -124,7 +124,9 @@ class CollapseWatch:
             return []
         self.stages_with_failures.add(report.stage)
         completions = sum(len(graded.scored.scored) for graded in report.groups)
+        pairs = [pair for group in report.groups for pair in zip(group.scored.scored, group.graded, strict=True)]
+        left_out = " and are left out of their groups" if any(s.failure and not kept for s, kept in pairs) else ""
         return [
-            f"{report.stage} {report.step}: {len(failures)} of {completions} completions could not be rewarded and are left "
-            f"out of their groups. The first error is: {failures[0]}; {troubleshooting('Rewards fail')}"
+            f"{report.stage} {report.step}: {len(failures)} of {completions} completions could not be rewarded{left_out}. "
+            f"The first error is: {failures[0]}; {troubleshooting('Rewards fail')}"
         ]

@@ -189,12 +189,12 @@ class Trainer:
             self.notify.on_event("engine", line)
         if self.policy is not None and self.recipe.model.source != "tiny":
             self.notify.on_event("model", f"{self.recipe.model.source}: {ModelSummary.of(self.policy)}")
+        for line in () if self.policy is None else self.policy.warnings:
+            self.notify.on_event("warning", line)
         if self.determinism is not None:
             self.notify.on_event("deterministic", self.determinism)
         names = [s.label for s in self.recipe.stages]
         first = names.index(start.stage) if start else 0
-        for line in () if self.policy is None else self.policy.warnings:
-            self.notify.on_event("warning", line)
         if start and self.policy is not None:
             load_weights(self.policy, start.tensors["model"])
         for position, stage in enumerate(self.recipe.stages):

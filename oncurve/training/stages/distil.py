@@ -573,4 +573,6 @@ class DistilLoop(GrpoLoop):
             metrics["teacher_divergence"] = self._teacher_gap
         if not self.distil.reward_weight:
             del metrics["no_signal_share"]  # every group has the teacher's signal
+            if not any(a.weight for g in graded for s in g.scored.scored for a in s.aspects):
+                del metrics["failure_share"]  # without rewards none can fail
         return replace(report, metrics=metrics)

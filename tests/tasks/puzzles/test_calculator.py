@@ -11,6 +11,7 @@ from oncurve.recipe.schema.sections import Task
 from oncurve.records import Prompt
 from oncurve.tasks.base import TAGS
 from oncurve.tasks.base import Task as AnyTask
+from oncurve.tasks.environments import PureEnvironment
 from oncurve.tasks.puzzles.calculator import Calculator, Sum, calls
 from oncurve.tasks.registry import build_task
 
@@ -104,7 +105,7 @@ def test_a_file_s_prompts_may_have_an_environment(tmp_path: Path) -> None:
         return file_task.train_prompt(0).environment
 
     assert environment(None) is None
-    assert environment("calculator") == Calculator("<calc>", "</calc>")
+    assert environment("calculator") == PureEnvironment(Calculator("<calc>", "</calc>"))
     shop = environment(f"{folder}/mine.py:Shop")
     assert shop is not None
     assert shop.reply(Prompt("p", "", columns={"answer": "4"}), ("?",), DICE) == "4"

@@ -27,13 +27,14 @@ from oncurve.recipe.schema.stages import Distil
 from oncurve.records import GradedGroup, Prompt
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
+from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder
 from oncurve.tasks.data.prompt_list import PromptList
 from oncurve.training.stages.distil import DistilLoop, LocalTeacher, check_data, find_teacher, teacher_prompt
 from oncurve.training.start import begin, resume
 from tests.recipe.recipes import refusal
-from tests.training.builders import PROMPTS, SMALL, apart, digits, gradient, policy, recipe, snapshot
 from tests.rewards import builders as rewards
+from tests.training.builders import PROMPTS, SMALL, apart, digits, gradient, policy, recipe, snapshot
 from tests.training.stages.test_ppo import doubled
 from tests.training.test_trainer import StopAfter, fingerprint
 
@@ -205,7 +206,6 @@ def test_feedback_is_what_the_rewards_said_of_each_completion() -> None:
     assert loop.step(1).metrics["teacher_divergence"] > 0
 
 
-def test_a_lora_policy_and_its_base_share_their_weights(teacher_folder: Path) -> None:
 def test_feedback_leaves_out_the_line_of_a_failure(tmp_path: Path) -> None:
     """The teacher's prompt, and so what is trained, is the same after a line of the reward's file has moved."""
     teacher = distil_loop("self", teacher={"model": "self", "context": "{feedback}"}).distil.teacher
@@ -221,6 +221,7 @@ def test_feedback_leaves_out_the_line_of_a_failure(tmp_path: Path) -> None:
     assert prompts == ["f: KeyError: 'x'"] * 2
 
 
+def test_a_lora_policy_and_its_base_share_their_weights(teacher_folder: Path) -> None:
     """No second model; the teacher is the policy without its adapter, so the first divergence is 0 and grows from there."""
     model = Model(source=str(teacher_folder), lora=Lora(rank=4))
     trained = load_policy(model, alphabet=None, seed=0)
@@ -358,6 +359,10 @@ def test_distillation_alone_needs_no_reward(arithmetic_teacher: Path, tmp_path: 
     data = json.loads(run_recipe(arithmetic_teacher).model_dump_json(exclude_none=True))
     run = begin(parse_recipe({**data, "rewards": []}, []), out=tmp_path / "run")
     assert run.state().current_status == "finished"
+    with RunReader.open(run.path) as store:
+        assert store.metric("reward", "distil"), "the stage was recorded"
+        assert store.metric("failure_share", "distil") == [], "no reward failed"
+        assert not [event for event in store.events("warning") if "could not be rewarded" in event.message]
 
 
 @pytest.mark.parametrize(
