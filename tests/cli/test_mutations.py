@@ -188,6 +188,7 @@ TARGETED: list[list[str]] = [
         for name in (
             "twice.csv",
             "short.csv",
+            "semicolons.csv",
             "nul.csv",
             "latin.csv",
             "list.jsonl",
@@ -247,6 +248,7 @@ FILES: dict[str, bytes] = {
     "more.jsonl": b"".join(b'{"prompt": "%d+2=", "answer": "%d"}\n' % (n, n + 2) for n in range(9)),
     "long.jsonl": b"".join(b'{"prompt": "%s", "answer": "%d"}\n' % (b"1+" * 200, n) for n in range(9)),
     "twice.csv": b"prompt,prompt\na,b\n",
+    "semicolons.csv": b"question;answer\n1+1=;2\n",
     "short.csv": b"prompt,answer\na\n",
     "nul.csv": b'prompt,answer\n"a\0,b\n',
     "latin.csv": b"prompt,answer\n\xff,b\n",
