@@ -102,8 +102,11 @@ def send_as_key(environment: ToolEnvironment | PureEnvironment, key: str, load: 
 
 def _find_or_load(key: str, load: Callable[[], object] | None) -> object:
     with _LOADING:
-        if key in _BY_KEY or load is None:
-            return _BY_KEY[key]
+        found = _BY_KEY.get(key)  # once: it may end with its last prompt at any time
+        if found is not None:
+            return found
+        if load is None:
+            raise KeyError(key)
         return _LOADED.setdefault(key, load())
 
 
