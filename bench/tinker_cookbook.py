@@ -1,16 +1,19 @@
-"""Runs three recipes of tinker-cookbook, unchanged, against `oncurve tinker` with a tiny model: sl_loop, rl_loop and DPO.
+"""Runs three recipes of tinker-cookbook, unchanged, against `oncurve tinker`: sl_loop, rl_loop and DPO.
 
-    python bench/tinker_cookbook.py --python ENVIRONMENT/bin/python
+    python bench/tinker_cookbook.py --python ENVIRONMENT/bin/python        a tiny model and sums
+    python bench/tinker_cookbook.py --python … --model models/Qwen2.5-Coder-0.5B-Instruct --data data     on a GPU
 
 ENVIRONMENT has `tinker-cookbook[math-rl]`. The recipes load their model and data by names of the hub. In the folder where they
 run, folders of these names have a tiny model and sums as data, so that no line of theirs changes and nothing is downloaded.
 rl_loop rewards an answer in \\boxed{}, which a random model never writes: the model first learns to write one with a random
-number, by a few steps of plain torch. Prints the first and last value of each recipe's own metric.
+number, by a few steps of plain torch. With --model and --data the folders have that model and real data instead: the problems
+of GSM8K for sl_loop and rl_loop, the comparisons of HH-RLHF for DPO. Prints the first and last value of each recipe's metric.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import os
 import random
@@ -18,6 +21,7 @@ import string
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +41,18 @@ RECIPES: dict[str, tuple[str, list[str]]] = {
     "preference.dpo.train": ("dpo_loss", ["batch_size=16", "learning_rate=3e-3", "max_steps=5", "renderer_name=role_colon"]),
 }  # fmt: skip
 """Each recipe's metric, and its arguments besides the model and the folder for its logs."""
+REAL: dict[str, tuple[str, list[str]]] = {
+    "sl_loop": ("train_mean_nll", ["batch_size=32", "learning_rate=1e-4", "max_steps=12", "save_every=0"]),
+    "rl_loop": (
+        "reward/total",
+        ["batch_size=16", "group_size=16", "max_tokens=400", "learning_rate=1e-4", "max_steps=12", "save_every=0"],
+    ),
+    "preference.dpo.train": (
+        "dpo_loss", ["batch_size=32", "learning_rate=5e-5", "max_steps=8", "renderer_name=role_colon"],
+    ),
+}  # fmt: skip
+"""The same for a pretrained model."""
+FILES = ("HuggingFaceH4/no_robots", "openai/gsm8k/main", "Anthropic/hh-rlhf")
 
 
 def write_data(folder: Path) -> None:
@@ -63,6 +79,23 @@ def write_data(folder: Path) -> None:
     (folder / "openai/gsm8k/README.md").write_text(GSM8K)
 
 
+def write_real_data(folder: Path, data: Path) -> None:
+    """The published problems and comparisons, in the columns of each recipe's data set."""
+    problems = [json.loads(line) for line in (data / "gsm8k" / "train.jsonl").read_text(encoding="utf-8").splitlines()]
+    chats = [
+        {"messages": [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": row["answer"]}]}
+        for row in problems
+    ]
+    with gzip.open(data / "hh-rlhf" / "harmless-base-test.jsonl.gz", "rt", encoding="utf-8") as file:
+        pairs = [json.loads(line) for line in file]
+    for name, train, test in zip(FILES, (chats, problems, pairs[64:]), ([], [], pairs[:64]), strict=True):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for split, rows in (("train", train), ("test", test)):
+            if rows:
+                (folder / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "openai/gsm8k/README.md").write_text(GSM8K)
+
+
 def write_model(folder: Path, steps: int) -> None:
     """A tiny model that has learned to answer any text with a number from 6 to 12 in a box."""
     policy = load_policy(Model(device="cpu", tiny=TinyModel(context=2048, layers=2, width=64)), alphabet=None, seed=0)
@@ -86,11 +119,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--python", required=True, help="interpreter of an environment with tinker-cookbook[math-rl]")
     parser.add_argument("--steps", type=int, default=150, help="steps that teach the model to write a box")
+    parser.add_argument("--model", type=Path, help="a pretrained model's folder, with --data")
+    parser.add_argument("--data", type=Path, help="a folder with gsm8k/train.jsonl and hh-rlhf/harmless-base-test.jsonl.gz")
     options = parser.parse_args()
+    if (options.model is None) != (options.data is None):
+        parser.error("--model and --data go together")
+    recipes = RECIPES if options.model is None else REAL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_data(folder)
-        write_model(folder, options.steps)
+        if options.model is None:
+            write_data(folder)
+            write_model(folder, options.steps)
+        else:
+            write_real_data(folder, options.data)
+            (folder / MODEL).parent.mkdir(parents=True)
+            (folder / MODEL).symlink_to(options.model.resolve(), target_is_directory=True)
         command = [sys.executable, "-m", "oncurve", "tinker", MODEL, "--port", "0", "--json", "--until-closed"]
         server = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
@@ -98,15 +141,21 @@ def main() -> None:
         environment = {**os.environ, "TINKER_BASE_URL": address, "TINKER_API_KEY": "tml-local", "HF_HUB_OFFLINE": "1"}
         environment["HF_HOME"] = str(folder / "hub")
         try:
-            for recipe, (metric, arguments) in RECIPES.items():
+            for recipe, (metric, arguments) in recipes.items():
                 logs = folder / "logs" / recipe
                 module = [options.python, "-m", f"tinker_cookbook.recipes.{recipe}", f"model_name={MODEL}", f"log_path={logs}"]
+                began = time.perf_counter()
                 done = subprocess.run([*module, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
                 if done.returncode:
                     sys.exit(f"{recipe} failed:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
                 rows = [json.loads(line) for line in (logs / "metrics.jsonl").read_text().splitlines()]
                 values = [row[metric] for row in rows if metric in row]
-                print(f"{recipe:22} {len(values):3} steps  {metric} {values[0]:.3f} → {values[-1]:.3f}", flush=True)
+                seconds = time.perf_counter() - began
+                print(
+                    f"{recipe:22} {len(values):3} steps in {seconds:.0f} s  {metric} {values[0]:.3f} → {values[-1]:.3f}",
+                    flush=True,
+                )
+                print(" " * 22, " ".join(f"{value:.3f}" for value in values), flush=True)
         finally:
             server.communicate(timeout=60)  # closes standard input
 

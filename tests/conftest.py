@@ -44,12 +44,17 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(cores + cores // 2, 8)
 
 
+COMPILED = ("tests/kernels/", "tests/models/llama/test_cuda_lora.py")
+"""Tests of kernels run in Triton's interpreter, and compiled where there is a GPU: they are tests for a GPU there."""
 FIRST, LAST = ("tests/cluster/", "tests/studio/", "tests/e2e/", "tests/version1/"), "tests/distributed/"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that no worker is left alone with it at the end. Processes of a cluster and those of
     ranks have time limits, and are kept apart."""
+    for item in items:
+        if torch.cuda.is_available() and item.nodeid.startswith(COMPILED):
+            item.add_marker(pytest.mark.gpu)
     items.sort(key=lambda item: 0 if item.nodeid.startswith(FIRST) else 2 if item.nodeid.startswith(LAST) else 1)
 
 

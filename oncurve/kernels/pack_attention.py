@@ -47,7 +47,7 @@ class Tiling:
     query block's."""
 
     forward: PackTiles
-    queries_backward: PackTiles
+    queries_backward: PackTiles | None
     keys_backward: PackTiles
     uses_tma: bool = False
 
@@ -261,33 +261,47 @@ def _attend_backward_queries(q, k, v, d_out, lse, delta, dq, blocks, position, t
 
 
 @triton.jit
-def _keys_over(q, k, v, g, q_column, g_column, qn, gn, lse, delta, dk, dv, cols, lo, hi, last, position, tokens, scale,
-               softcap, window, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, CAUSAL: tl.constexpr,
-               WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr):  # fmt: skip
-    """dK = Σ dSᵀ Q and dV = Σ Pᵀ dO over queries lo … hi, of one query head."""
+def _keys_over(q, k, v, g, q_column, g_column, qn, gn, lse, delta, dq, dq_column, dqn, dk, dv, cols, lo, hi, last, end,
+               position, tokens, scale, softcap, window, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+               EDGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+               TMA: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
+    """dK = Σ dSᵀ Q and dV = Σ Pᵀ dO over queries lo … hi, of one query head. With ADD, dS K is added to dQ in memory."""
     for i in range(lo, hi, BM):
         rows = i + tl.arange(0, BM)
         q_tile = _load_tile(q, i, rows, last, qn, q_column, D, DP, TMA)
         lse_rows = tl.load(lse + rows, mask=rows < last, other=float("inf"))
         raw = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)  # keys × queries
         p, slope = _weights(raw, lse_rows[None, :], scale, softcap, SOFTCAP)
-        if CAUSAL or WINDOW:
-            visible = _visible(rows, cols, last, position, tokens, window, CAUSAL, False, WINDOW)
+        if EDGE or WINDOW:
+            visible = _visible(rows, cols, end, position, tokens, window, EDGE, EDGE and ADD, WINDOW)
             p = tl.where(tl.trans(visible), p, 0.0)
         g_tile = _load_tile(g, i, rows, last, gn, g_column, D, DP, TMA)
         dv = tl.dot(p.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
         delta_rows = tl.load(delta + rows, mask=rows < last, other=0.0)
-        ds = p * (tl.dot(v, tl.trans(g_tile), input_precision=PRECISION) - delta_rows[None, :]) * slope
-        dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+        ds = (p * (tl.dot(v, tl.trans(g_tile), input_precision=PRECISION) - delta_rows[None, :]) * slope).to(q_tile.dtype)
+        dk = tl.dot(ds, q_tile, dk, input_precision=PRECISION)
+        if ADD:
+            _add_tile(dq, tl.dot(tl.trans(ds), k, input_precision=PRECISION), i, rows, last, dqn, dq_column, D, DP, TMA)
     return dk, dv
 
 
+@triton.jit
+def _add_tile(into, value, first, rows, end, stride_row, column, D: tl.constexpr, DP: tl.constexpr, TMA: tl.constexpr):
+    """Add to a tile in memory, to which other programs add too. With TMA, 0 is added to rows past ``end``."""
+    if TMA:
+        into.atomic_add([first, column], value)
+    else:
+        at = tl.arange(0, DP)
+        where = into + column + rows.to(tl.int64)[:, None] * stride_row + at[None, :]
+        tl.atomic_add(where, value, mask=(rows[:, None] < end) & (at[None, :] < D), sem="relaxed")
+
+
 @triton.jit(do_not_specialize=["tokens"])
-def _attend_backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, tokens, scale, softcap, window,
-                          qn, qh, kn, kh, vn, vh, gn, gh, dkn, dkh, dvn, dvh,
+def _attend_backward_keys(q, k, v, d_out, lse, delta, dq, dk, dv, blocks, position, tokens, scale, softcap, window,
+                          qn, qh, kn, kh, vn, vh, gn, gh, dqn, dqh, dkn, dkh, dvn, dvh,
                           K: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
                           BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-                          TMA: tl.constexpr):  # fmt: skip
+                          TMA: tl.constexpr, ADD: tl.constexpr):  # fmt: skip
     head = tl.program_id(0) % K
     block = blocks + (tl.program_id(0) // K) * 3
     first, end, last = tl.load(block), tl.load(block + 1), tl.load(block + 2)
@@ -296,15 +310,20 @@ def _attend_backward_keys(q, k, v, d_out, lse, delta, dk, dv, blocks, position, 
     v_tile = _load_tile(v, first, cols, end, vn, head * vh, D, DP, TMA)
     dk_acc = tl.zeros([BN, DP], tl.float32)
     dv_acc = tl.zeros([BN, DP], tl.float32)
-    middle = tl.minimum(first + BN, last)
+    # Some of these queries see only a part of the block's keys. If the segment ends within the block, that is true of all.
+    edge = tl.minimum(first + BN, last)
+    if ADD:
+        edge = tl.where(first + BN > end, last, edge)
     for r in range(REP):
         own = head * REP + r
         dk_acc, dv_acc = _keys_over(q, k_tile, v_tile, d_out, own * qh, own * gh, qn, gn, lse + own * tokens,
-                                    delta + own * tokens, dk_acc, dv_acc, cols, first, middle, last, position, tokens, scale,
-                                    softcap, window, D, DP, BM, True, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
+                                    delta + own * tokens, dq, own * dqh, dqn, dk_acc, dv_acc, cols, first, edge, last, end,
+                                    position, tokens, scale, softcap, window, D, DP, BM, True, WINDOW, SOFTCAP, PRECISION,
+                                    TMA, ADD)  # fmt: skip
         dk_acc, dv_acc = _keys_over(q, k_tile, v_tile, d_out, own * qh, own * gh, qn, gn, lse + own * tokens,
-                                    delta + own * tokens, dk_acc, dv_acc, cols, middle, last, last, position, tokens, scale,
-                                    softcap, window, D, DP, BM, False, WINDOW, SOFTCAP, PRECISION, TMA)  # fmt: skip
+                                    delta + own * tokens, dq, own * dqh, dqn, dk_acc, dv_acc, cols, edge, last, last, end,
+                                    position, tokens, scale, softcap, window, D, DP, BM, False, WINDOW, SOFTCAP, PRECISION,
+                                    TMA, ADD)  # fmt: skip
     _store_rows(dk + head * dkh, dk_acc * scale, cols, end, dkn, D, DP)
     _store_rows(dv + head * dvh, dv_acc, cols, end, dvn, D, DP)
 
@@ -357,10 +376,10 @@ def delta_of(out: Tensor, d_out: Tensor, rows: int = 32) -> Tensor:
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, d_out: Tensor, into: tuple[Tensor, Tensor, Tensor],
-    query_blocks: Tensor, key_blocks: Tensor, position_N: Tensor, rule: AttentionRule, tiles: Tiling,
+    query_blocks: Tensor | None, key_blocks: Tensor, position_N: Tensor, rule: AttentionRule, tiles: Tiling,
 ) -> None:  # fmt: skip
     """Write dq, dk and dv into the three tensors of ``into``, of any strides with a dense last axis."""
-    N, H, _ = q.shape
+    N, H, d = q.shape
     dq, dk, dv = into
     delta = delta_of(out, d_out)
     strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *d_out.stride()[:2])
@@ -370,12 +389,17 @@ def backward(
         rows = (part.queries, part.keys, part.keys, part.queries)
         return [_source(x, n, uses_tma=tiles.uses_tma) for x, n in zip((q, k, v, d_out), rows, strict=True)]
 
+    adds = t is None
+    sums = torch.zeros(N, H, d, device=q.device) if adds else dq
     _attend_backward_keys[(k.shape[1] * len(key_blocks),)](
-        *sources(u), lse, delta, dk, dv, key_blocks, position_N, N, *rule.numbers, *strides,
-        *dk.stride()[:2], *dv.stride()[:2],
-        K=k.shape[1], REP=rep, BM=u.queries, BN=u.keys, TMA=tiles.uses_tma, num_warps=u.warps,
+        *sources(u), lse, delta, _source(sums, u.queries, uses_tma=adds and tiles.uses_tma), dk, dv, key_blocks, position_N, N,
+        *rule.numbers, *strides, *sums.stride()[:2], *dk.stride()[:2], *dv.stride()[:2],
+        K=k.shape[1], REP=rep, BM=u.queries, BN=u.keys, TMA=tiles.uses_tma, ADD=adds, num_warps=u.warps,
         num_stages=u.stages, **rule.options(q),
     )  # fmt: skip
+    if t is None or query_blocks is None:
+        dq.copy_(sums.mul_(rule.scale))
+        return
     _attend_backward_queries[(H * len(query_blocks),)](
         *sources(t), lse, delta, dq, query_blocks, position_N, N, *rule.numbers, *strides, *dq.stride()[:2],
         H=H, REP=rep, BM=t.queries, BN=t.keys, TMA=tiles.uses_tma, num_warps=t.warps, num_stages=t.stages, **rule.options(q),

@@ -92,7 +92,8 @@ class CudaPackAttention:
     ) -> None:  # fmt: skip
         """Write the gradients of q, k and v into ``grads``."""
         tiles = self._tiling(q, k, v, d_out)
-        queries, keys = self.query_blocks(tiles.queries_backward.queries), self.key_blocks(tiles.keys_backward.keys)
+        queries = None if tiles.queries_backward is None else self.query_blocks(tiles.queries_backward.queries)
+        keys = self.key_blocks(tiles.keys_backward.keys)
         kernels.backward(q, k, v, out, lse, d_out, grads, queries, keys, self.position_N, rule, tiles)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:

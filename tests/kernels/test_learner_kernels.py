@@ -137,6 +137,7 @@ def pack_of(shape: list[tuple[int, list[int]]]) -> list[PrefixGroup]:
 RAGGED = [(40, [30, 1, 7]), (3, [12]), (17, [1, 26])]
 
 
+@pytest.mark.parametrize("adds", [False, True], ids=["two launches", "one launch, with atomics"])
 @pytest.mark.parametrize(
     ("shape", "heads", "size", "window", "softcap", "uses_tma"),
     [
@@ -156,6 +157,7 @@ def test_attention_in_a_pack(
     window: int | None,
     softcap: float | None,
     uses_tma: bool,
+    adds: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Against the padded computation with full scores: shared prompts, windows in positions, soft caps, odd head sizes.
@@ -164,7 +166,7 @@ def test_attention_in_a_pack(
     """
     tiles = pack_attention.PackTiles(32, 16, 4, 1)
     backward = pack_attention.PackTiles(16, 32, 4, 1)
-    tiling = pack_attention.Tiling(tiles, tiles, backward, uses_tma=uses_tma)
+    tiling = pack_attention.Tiling(tiles, None if adds else tiles, backward, uses_tma=uses_tma)
     monkeypatch.setattr(pack_attention, "tiling", lambda *args, **options: tiling)
     pack = build_pack(pack_of(shape), torch.device("cpu"))
     plain = pack.attention
