@@ -29,6 +29,8 @@ def check_gpus(recipe: Recipe, gpus: int | None) -> None:
     import torch
 
     available = torch.cuda.device_count()
+    if available and recipe.scale.backend == "gloo":
+        return
     if available < recipe.scale.ranks and (gpus is not None or (available and recipe.model.device != "cpu")):
         raise too_few_gpus_error(recipe.scale.ranks, available)
 

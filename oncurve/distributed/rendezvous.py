@@ -234,9 +234,13 @@ def _backend(recipe: Recipe, local_size: int) -> str:
 
     if recipe.model.device == "cpu" or not torch.cuda.is_available():
         return "gloo"
-    if torch.cuda.device_count() < local_size:
-        raise too_few_gpus_error(local_size, torch.cuda.device_count())
-    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    gpus, local_rank = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", "0"))
+    if recipe.scale.backend == "gloo":
+        torch.cuda.set_device(local_rank % gpus)
+        return "gloo"
+    if gpus < local_size:
+        raise too_few_gpus_error(local_size, gpus)
+    torch.cuda.set_device(local_rank)
     return "cpu:gloo,cuda:nccl"
 
 
@@ -245,5 +249,7 @@ def too_few_gpus_error(ranks: int, gpus: int) -> ScaleError:
         f"{ranks} ranks",
         f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}",
         because="every rank needs its own GPU",
-        fix=f"use --gpus {gpus} or fewer" if gpus else "on a CPU use --set scale.ranks=N instead of --gpus",
+        fix=f"use --gpus {gpus} or fewer, or let ranks share a GPU: --set scale.ranks={ranks} --set scale.backend=gloo"
+        if gpus
+        else "on a CPU use --set scale.ranks=N instead of --gpus",
     )

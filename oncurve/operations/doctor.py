@@ -81,6 +81,23 @@ eval_every = 0
 sampling = { max_new_tokens = 16 }
 optimiser = { learning_rate = 1e-3, warmup_steps = 0 }
 """
+NCCL_PROGRAM = """
+import sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+x = torch.arange(1024.0, device="cuda")
+others = [torch.empty_like(x) for _ in range(4)]
+for other in others[:2]:
+    other.copy_(x)
+dist.all_reduce(others[0])
+dist.broadcast(others[1], 0)
+dist.all_gather_into_tensor(others[2], x)
+dist.reduce_scatter_tensor(others[3], x.clone())
+assert all(torch.equal(other, x) for other in others)
+dist.destroy_process_group()
+"""
 
 
 def diagnose(runs_dir: Path, ranks: int | None = None) -> Iterator[Check]:
@@ -165,23 +182,29 @@ def _run_steps(device: str) -> tuple[Ints, float]:
 
 
 def _check_ranks(ranks: int) -> Iterator[Check]:
-    """Trains two steps on one rank and on several, without and with shards: all must leave the same weights, up to rounding."""
+    """Trains two steps on one rank and on several, without and with shards: all must leave the same weights, up to rounding.
+    If there are fewer GPUs than ranks, the ranks share them, over gloo, and NCCL is tried with one rank."""
     gpus = torch.cuda.device_count()
-    where = f"{ranks} GPUs, over NCCL" if gpus else f"{ranks} processes on the CPU, over gloo"
+    settings, where = [f"grpo.prompts_per_step={2 * ranks}"], f"{ranks} GPUs, over NCCL"
+    if gpus < ranks:
+        device = {0: "the CPU", 1: "one GPU"}.get(gpus, f"{gpus} GPUs")
+        where = f"{ranks} processes on {device}, over gloo"
+    variants = {f"ranks, shard = {shard}": [f'scale.shard="{shard}"'] for shard in SHARDS}
+    if gpus:
+        variants["ranks, weights on the CPU"] = ['scale.shard="full"', "scale.offload=true"]
     if 0 < gpus < ranks:
-        yield Check("ranks", "wrong", f"this machine has {gpus} GPU{'' if gpus == 1 else 's'}, and {ranks} ranks need one each")
-        return
+        variants = {name: [*own, "scale.backend=gloo"] for name, own in variants.items()}
+        yield _check_nccl()
     with tempfile.TemporaryDirectory(prefix="oncurve-doctor-") as scratch:
         folder = Path(scratch)
         (folder / "doctor.toml").write_text(RANKS_RECIPE)
-        settings = [f"grpo.prompts_per_step={2 * ranks}"]
         failure = _train(folder / "one", settings)
         if failure:
             yield Check("one rank", "wrong", failure)
             return
-        for shard in SHARDS:
-            name, path = f"ranks, shard = {shard}", folder / shard
-            failure = _train(path, [*settings, f"scale.ranks={ranks}", f'scale.shard="{shard}"'])
+        for number, (name, own) in enumerate(variants.items()):
+            path = folder / str(number)
+            failure = _train(path, [*settings, f"scale.ranks={ranks}", *own])
             distance = np.nan if failure else _weight_distance(folder / "one", path)
             if failure:
                 yield Check(name, "wrong", failure)
@@ -190,6 +213,19 @@ def _check_ranks(ranks: int) -> Iterator[Check]:
             else:
                 because = f"after two steps the weights differ from those of one rank by {distance:.1g} of their length"
                 yield Check(name, "wrong", f"{where}: {because}")
+
+
+def _check_nccl() -> Check:
+    """Every collective that training uses, over NCCL, with one rank."""
+    with tempfile.TemporaryDirectory(prefix="oncurve-doctor-") as scratch:
+        command = [sys.executable, "-c", NCCL_PROGRAM, f"{scratch}/store"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=RANKS_TIMEOUT_S, stdin=subprocess.DEVNULL)
+        except subprocess.TimeoutExpired:
+            return Check("NCCL", "wrong", f"its collectives did not end within {RANKS_TIMEOUT_S:g} s")
+    if done.returncode:
+        return Check("NCCL", "wrong", f"exit code {done.returncode}: {' '.join(done.stderr.split())[-600:]}")
+    return Check("NCCL", "note", "its collectives work with one rank; more ranks need more GPUs")
 
 
 def _train(out: Path, settings: list[str]) -> str:

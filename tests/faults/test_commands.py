@@ -197,6 +197,8 @@ def test_doctor_says_why_ranks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "exit code 2" in check.message
     assert "grpo.steps" in check.message
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
-    (check,) = list(doctor._check_ranks(2))
-    assert check.mark == "wrong"
-    assert "this machine has 1 GPU, and 2 ranks need one each" in check.message
+    monkeypatch.setattr(doctor, "NCCL_PROGRAM", "raise SystemExit('no GPU')")
+    nccl, one = list(doctor._check_ranks(2))
+    assert (nccl.name, nccl.mark) == ("NCCL", "wrong")
+    assert "exit code 1: no GPU" in nccl.message
+    assert (one.name, one.mark) == ("one rank", "wrong")

@@ -300,6 +300,9 @@ class Scale(Section):
     ranks: PositiveInt = 1
     """Learner processes, one per GPU (on a CPU, each with its share of the threads). Every rank samples its share of a step's
     prompts with its own weights. `oncurve train --gpus N` sets it."""
+    backend: Literal["auto", "gloo"] = "auto"
+    """How ranks exchange tensors. `auto`: NCCL between GPUs, gloo between CPUs. `gloo`: through CPU memory, which is slow, but
+    ranks may share a GPU, so that a recipe for several GPUs can be tried on one."""
     shard: Literal["none", "optimiser", "full"] = "none"
     """What the ranks shard instead of each holding a copy. `optimiser`: master weights and moments; each rank keeps complete
     weights and gradients, and all fast paths work. `full`: weights and gradients too (FSDP2); the model runs through its own
