@@ -11,6 +11,7 @@ curves are those of bench/results.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -50,6 +51,8 @@ GPU_RECIPES = {
     "gsm8k-smollm2-lora": None,
     "math-qwen": "real-math-qwen-1",
     "mbpp-qwen": None,
+    "agent-gsm8k": None,
+    "agent-repair": None,
     "rlhf": "frontier",
     "r1-zero": None,
     "r1": None,
@@ -92,10 +95,11 @@ def characteristic_group(run: oncurve.Run, step: int) -> int:
 
 
 def about(recipe: str) -> str:
-    """The first paragraph of the comment at the top of a recipe, without its commands."""
+    """The first paragraph of the comment at the top of a recipe, without its commands and what follows "The data"."""
     source = (ROOT / "recipes" / f"{recipe}.toml").read_text(encoding="utf-8")
     comment = re.match(r"(?:# [^\n]*\n)+", source)
     lines = [line.removeprefix("# ") for line in comment[0].splitlines()] if comment else []
+    lines = list(itertools.takewhile(lambda line: not line.startswith("The data"), lines))
     text = " ".join(line for line in lines if "oncurve " not in line)
     return f"{text[:-1]}." if text.endswith(":") else text
 
