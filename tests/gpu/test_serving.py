@@ -1,4 +1,5 @@
-"""Serving on a real GPU: captured steps beside plain torch, the same bits whatever comes and goes, and a server over HTTP."""
+"""Serving on a real GPU: captured steps beside plain torch, the same bits whatever comes and goes, and a server over HTTP, with
+several adapters, schemas and required calls."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -23,13 +25,17 @@ from oncurve.engines.cuda.paged_kv_cache import PagedKVCache
 from oncurve.engines.cuda.per_slot import PerSlotCudaRunner
 from oncurve.engines.native.session import SampledToken, Session, open_session, served_request, torch_session
 from oncurve.local_http import listen
+from oncurve.models import lora
+from oncurve.models.loading.load import build_model, build_tokenizer, load_policy
 from oncurve.models.policy import Policy
+from oncurve.operations import run_model
+from oncurve.recipe.schema.model import Lora, Model, TinyModel
 from oncurve.recipe.schema.sections import Sampling
 from oncurve.serve.server import CompletionServer, EngineThread, ServedModel
 from tests.engines.cuda.test_session import bits, by_sample, finish
-from tests.engines.native.plain import next_logits
+from tests.engines.native.plain import assert_same_greedy, generate, next_logits
 from tests.gpu.test_engine import long_prompt, model_of
-from tests.models.architectures import tokenizer
+from tests.models.architectures import shake, tokenizer
 
 pytestmark = pytest.mark.gpu
 
@@ -42,6 +48,7 @@ SETTINGS = (
 )
 LENGTHS = (1, 64, 65, 300, 530)
 SLOTS, LIMIT = 8, 600
+DEVICE: Literal["cpu", "cuda"] = "cuda"
 
 
 @cache
@@ -147,26 +154,40 @@ def test_few_graphs_serve_all_there_is() -> None:
 
 @contextmanager
 def served(slots: int = SLOTS) -> Iterator[tuple[int, Session]]:
-    model = policy("qwen3", torch.bfloat16)
-    with opened_session("qwen3", torch.bfloat16, slots) as session, listen("127.0.0.1", 0) as listening:
-        worker = EngineThread(session)
-        server = CompletionServer(ServedModel("small", model, worker))
+    with opened_session("qwen3", torch.bfloat16, slots) as session, serving({"small": session}) as port:
+        yield port, session
+
+
+@contextmanager
+def serving(sessions: Mapping[str, Session]) -> Iterator[int]:
+    """A server of models by name; its port."""
+    workers = [EngineThread(session) for session in sessions.values()]
+    with listen("127.0.0.1", 0) as listening:
+        models = zip(sessions.items(), workers, strict=True)
+        server = CompletionServer(*(ServedModel(name, session.policy, worker) for (name, session), worker in models))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listening])), daemon=True)
         thread.start()
         while not server.started:
             thread.join(0.02)
             assert thread.is_alive()
-        yield listening.getsockname()[1], session
-        server.should_exit = True
-        thread.join(10)
-        worker.close()
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join(10)
+            for worker in workers:
+                worker.close()
+
+
+def request(port: int, path: str, **body: Any) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    whole = json.dumps({"model": "small", "max_tokens": 40, **body})
+    connection.request("POST", path, whole, {"content-type": "application/json"})
+    return connection.getresponse()
 
 
 def post(port: int, **body: Any) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    whole = json.dumps({"model": "small", "max_tokens": 40, **body})
-    connection.request("POST", "/v1/completions", whole, {"content-type": "application/json"})
-    answer = connection.getresponse()
+    answer = request(port, "/v1/completions", **body)
     assert answer.status == 200, answer.read()
     return answer
 
@@ -222,3 +243,126 @@ def test_log_probs_over_http_are_those_of_the_model() -> None:
     found = torch.tensor(choice["logprobs"]["token_logprobs"])
     assert float((found - logps).abs().mean()) < 0.02
     assert all(len(top) == 3 for top in choice["logprobs"]["top_logprobs"])
+
+
+# Several adapters over one base.
+
+ALPHABET = "0123456789+=abcdefghijklmnopqrstuvwxyz ,"
+BASE = TinyModel(layers=2, width=64, heads=4, kv_heads=2, head_size=16, mlp_width=128, context=256)
+ADAPTERS = {
+    "plain": Lora(rank=4),
+    "other": Lora(rank=8, alpha=32.0),
+    "scaled": Lora(rank=2, rslora=True, targets=("q_proj", "v_proj")),
+}
+NEW = 24
+
+
+def save_adapters(root: Path) -> list[str]:
+    """The folder of a base, and those of adapters over it whose matrices are far from 0."""
+    base = root / "base"
+    load_policy(Model(tiny=BASE, device="cpu"), alphabet=ALPHABET, seed=0).save(base)
+    for seed, (name, settings) in enumerate(ADAPTERS.items(), 1):
+        adapted = load_policy(Model(source=str(base), lora=settings, device="cpu"), alphabet=None, seed=seed)
+        shake(adapted.model, seed)
+        lora.save(adapted.model, root / name)
+    return [str(root / name) for name in (*ADAPTERS, "base")]
+
+
+def greedy(port: int, name: str) -> list[int]:
+    answer = post(port, model=name, prompt="12+34=", max_tokens=NEW, temperature=0, logprobs=1)
+    ids: list[int] = json.loads(answer.read())["choices"][0]["logprobs"]["token_ids"]
+    return ids
+
+
+def test_adapters_over_one_base_answer_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32: one after the other and at once, each with the greedy tokens of its own merged weights on a CPU."""
+    monkeypatch.setattr(run_model, "_default_settings", lambda: Model(dtype="float32", device=DEVICE))
+    names = save_adapters(tmp_path)
+    models = run_model.load_models(names, Path("runs"))
+    assert [lora.is_attached(model.policy.model) for model in models] == [True, True, True, False]
+    sessions = {name: open_session(model.policy, 4, 100) for name, model in zip(names, models, strict=True)}
+    with serving(sessions) as port:
+        found = {name: greedy(port, name) for name in names}
+        with ThreadPoolExecutor(8) as threads:
+            crowd = list(threads.map(lambda name: greedy(port, name), names * 4))
+    assert len({tuple(ids) for ids in found.values()}) == len(names), "the adapters matter"
+    assert crowd == [found[name] for name in names * 4]
+    weights = [
+        {n.replace(".base_layer", ""): p for n, p in m.policy.model.named_parameters() if "lora_" not in n} for m in models
+    ]
+    assert all({n: p.data_ptr() for n, p in own.items()} == {n: p.data_ptr() for n, p in weights[0].items()} for own in weights)
+    for name in names:
+        alone = run_model.load_model(name, Path("runs"), Model(dtype="float32", device="cpu")).policy
+        plain = (alone.merge_adapter() if lora.is_attached(alone.model) else alone).model
+        plain.set_attn_implementation("eager")
+        prompt_ids = np.array(alone.tokenizer("12+34=")["input_ids"])
+        expected = generate(plain, prompt_ids, Sampling(max_new_tokens=NEW))
+        assert_same_greedy(plain, prompt_ids, np.array(found[name]), expected)
+
+
+# Schemas and required calls. A captured step can't ask a grammar; plain torch can, on a GPU too.
+
+PRINTABLE = "".join(map(chr, range(32, 127))) + "\n"
+CHAT = {"messages": [{"role": "user", "content": "1+2"}], "n": 6, "seed": 1, "max_tokens": 200}
+NUMBER = {"type": "integer", "minimum": -99, "maximum": 99}
+
+
+def closed(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+@contextmanager
+def chatting(kind: str) -> Iterator[tuple[int, Session]]:
+    """A model with random weights that can write JSON and the tags of calls."""
+    pytest.importorskip("llguidance")
+    shape = TinyModel(layers=1, width=32, heads=2, kv_heads=1, head_size=16, mlp_width=48, context=512)
+    words = build_tokenizer(PRINTABLE, chat=True)
+    model = Policy(build_model(shape, words, 0).to(DEVICE, torch.float32), words)
+    session = open_session(model, SLOTS, 300) if kind == "default" else torch_session(model, SLOTS, 300)
+    with serving({"small": session}) as port:
+        yield port, session
+
+
+def chat_or_refusal(port: int, session: Session, **body: Any) -> list[dict[str, Any]]:
+    """The choices of a chat completion; none if the session can't follow a grammar, and the request was refused for that."""
+    answer = request(port, "/v1/chat/completions", **CHAT, **body)
+    text = answer.read().decode()
+    if not session.can_constrain:
+        assert answer.status == 400, text
+        assert "CUDA graphs" in text
+        return []
+    assert answer.status == 200, text
+    choices: list[dict[str, Any]] = json.loads(text)["choices"]
+    assert len(choices) == CHAT["n"]
+    return choices
+
+
+@pytest.mark.parametrize("kind", ["torch", "default"])
+def test_a_schema_gives_valid_json_or_is_refused(kind: str) -> None:
+    schema = closed(colour={"enum": ["red", "blue"]}, size=NUMBER, ok={"type": "boolean"})
+    response_format = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+    with chatting(kind) as (port, session):
+        assert session.can_constrain or kind == "default"
+        choices = chat_or_refusal(port, session, response_format=response_format)
+    for choice in choices:
+        assert choice["finish_reason"] == "stop"
+        found = json.loads(choice["message"]["content"])
+        assert [*found] == ["colour", "size", "ok"]
+        assert found["colour"] in ("red", "blue")
+        assert type(found["size"]) is int
+        assert -99 <= found["size"] <= 99
+        assert type(found["ok"]) is bool
+
+
+@pytest.mark.parametrize("kind", ["torch", "default"])
+def test_a_required_call_is_made_or_refused(kind: str) -> None:
+    schemas = {"add": closed(a=NUMBER, b=NUMBER), "answer": closed(yes={"type": "boolean"})}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
+    with chatting(kind) as (port, session):
+        choices = chat_or_refusal(port, session, tools=tools, tool_choice="required")
+    for choice in choices:
+        assert choice["finish_reason"] == "tool_calls"
+        (call,) = choice["message"]["tool_calls"]
+        arguments = json.loads(call["function"]["arguments"])
+        assert {*arguments} == {*schemas[call["function"]["name"]]["properties"]}
+        assert all(type(value) in (int, bool) for value in arguments.values())
