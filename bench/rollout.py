@@ -10,9 +10,11 @@ each peer. All three take about 330 s, of which vLLM's start is 85.
     python bench/rollout.py --against vllm,transformers
     python bench/rollout.py --profile          time of a decode step, kernel by kernel
     python bench/rollout.py --shape gemma3-1b --against modules,vllm --out gemma3.json
+    python bench/rollout.py --works 4,5 --against vllm --repeats 2 --no-second-start --out long.json
 
 With --shape another model of random weights takes its place, and the workload is 32 × 8 of 256 + 512 tokens. The peer
-`modules` is Oncurve without its fused step: the model's own modules decode.
+`modules` is Oncurve without its fused step: the model's own modules decode. Workloads 4 and 5 have long completions, and are
+measured only if --works names them.
 """
 
 from __future__ import annotations
@@ -72,8 +74,29 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8,
         "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
     }),
+    "moe-3b-a1b": ("Qwen3MoeConfig", {
+        "vocab_size": VOCABULARY, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 32, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": True, "tie_word_embeddings": True,
+    }),
+    "gpt-oss-20b-layers": ("GptOssConfig", {
+        "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 6, "head_dim": 64,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
+        "sliding_window": 128, "max_position_embeddings": 131_072,
+    }),
+    "mla-2b": ("DeepseekV2Config", {
+        "vocab_size": 102_400, "hidden_size": 2048, "intermediate_size": 10_944, "num_hidden_layers": 7,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "n_routed_experts": 64, "num_experts_per_tok": 6,
+        "n_shared_experts": 2, "moe_intermediate_size": 1408, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+    }),
 }  # fmt: skip
-"""The config class and the true sizes of each model."""
+"""The config class and the sizes of each model. They are true sizes, except that `moe-3b-a1b` is no released model (3.0 billion
+parameters, 1.2 of them active), and that two models have fewer layers: gpt-oss-20b 6 of 24 (6.1 billion parameters) and
+DeepSeek-V2-Lite 7 of 27 (4.0 billion, 1.0 active)."""
+DEVICE = "cuda"
+POSITIONS = 8704
+"""The longest sequence of any workload, and some more."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +124,11 @@ class Work:
 
 
 MIXED_RUNS = {"oncurve": 3, "vllm": 1}
+"""How often a workload of mixed or of great length is measured at most; twice by other peers."""
+LONG = 4096
 TRANSFORMERS_RUNS, TRANSFORMERS_TOKENS = 2, 64
 WORKS = [Work(32, 8, 128, 256), Work(32, 8, 512, 1024), Work(8, 64, 256, 512), Work(128, 8, 128, 2048, mean=200)]
+LONG_WORKS = [Work(16, 8, 256, LONG), Work(64, 8, 256, 8192, mean=800)]
 SHAPE_WORKS = [Work(32, 8, 256, 512)]
 
 
@@ -112,8 +138,9 @@ def make_model(shape: str) -> Any:
 
     kind, sizes = SHAPES[shape]
     torch.manual_seed(0)
-    config = getattr(transformers, kind)(**sizes, max_position_embeddings=4096, eos_token_id=1, pad_token_id=2, bos_token_id=0)
-    with torch.device("cuda"):
+    sizes = {"max_position_embeddings": POSITIONS, "eos_token_id": 1, "pad_token_id": 2, "bos_token_id": 0} | sizes
+    config = getattr(transformers, kind)(**sizes)
+    with torch.device(DEVICE):
         return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
 
 
@@ -169,7 +196,7 @@ class Vllm:
         from vllm import LLM
 
         self.llm = LLM(
-            model=folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.6, max_model_len=4096,
+            model=folder, skip_tokenizer_init=True, dtype="bfloat16", gpu_memory_utilization=0.6, max_model_len=POSITIONS,
             max_num_seqs=512, seed=0,
         )  # fmt: skip
         self.step = 0
@@ -203,7 +230,7 @@ class Transformers:
     def run(self, work: Work) -> int:
         import torch
 
-        ids = torch.tensor(work.token_ids(0), device="cuda").repeat_interleave(work.group_size, 0)
+        ids = torch.tensor(work.token_ids(0), device=DEVICE).repeat_interleave(work.group_size, 0)
         new = min(work.new_tokens, TRANSFORMERS_TOKENS)  # every token takes about the same time, so a short text is enough
         out = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0, max_new_tokens=new, min_new_tokens=new,
@@ -219,7 +246,8 @@ def runs(peer: str, work: Work, repeats: int) -> int:
     """How many times a workload is measured."""
     if peer == "transformers":
         return min(repeats, TRANSFORMERS_RUNS)
-    return repeats if work.mean is None else min(repeats, MIXED_RUNS[peer])
+    is_short = work.mean is None and work.new_tokens < LONG
+    return repeats if is_short else min(repeats, MIXED_RUNS.get(peer, 2))
 
 
 def measure(peer: str, shape: str, repeats: int, works: list[Work], out: Path) -> None:
@@ -374,7 +402,7 @@ def compare(works: list[Work], said: argparse.Namespace) -> None:
             said.out.write_text(json.dumps(found, indent=1) + "\n")
     if "oncurve" not in found["peers"]:
         raise SystemExit("no peer was measured")
-    again = in_own_process("oncurve", said, NONE)  # with warm page cache and compiled kernels
+    again = in_own_process("oncurve", said, NONE) if said.second_start else None  # with warm page cache and compiled kernels
     if again is not None:
         found["peers"]["oncurve"]["first_token_again_s"] = again["first_token_s"]
         said.out.write_text(json.dumps(found, indent=1) + "\n")
@@ -386,7 +414,7 @@ def chosen(names: str, shape: str) -> list[Work]:
     if names == NONE:
         return []
     if names:
-        return [WORKS[int(i)] for i in names.split(",")]
+        return [(WORKS + LONG_WORKS)[int(i)] for i in names.split(",")]
     return WORKS if shape == SHAPE else SHAPE_WORKS
 
 
@@ -395,8 +423,9 @@ def main() -> None:
     parser.add_argument("--against", default="", help="peers, separated by commas: modules, vllm, transformers")
     parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--works", default="", help="workload numbers, separated by commas, or none; default: all")
+    parser.add_argument("--works", default="", help="workload numbers, separated by commas, or none; default: all but 4 and 5")
     parser.add_argument("--vllm-path", default="", help="prepended to PYTHONPATH of vLLM's process")
+    parser.add_argument("--no-second-start", dest="second_start", action="store_false", help="start Oncurve only once")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -1,6 +1,9 @@
 """How far sampler and learner of a mixture of experts are apart, with and without routing replay.
 
-    python bench/routing_replay.py      writes bench/results/routing_replay.json and the table in docs/models.md
+    python bench/routing_replay.py --table             writes bench/results/routing_replay.json and the table in docs/models.md
+    python bench/routing_replay.py --out gpu.json      writes that file only
+
+It runs on a GPU if there is one; the table is for a CPU.
 
 A Qwen3-MoE of 4 layers with 16 experts, of which a token takes 2, is trained by SFT on arithmetic until its routers are no
 longer uniform. Then it samples, and the learner computes the log-probs of what it sampled: in bfloat16 through other shapes
@@ -126,7 +129,10 @@ def expert_shares(groups: list[Group]) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200, help="SFT steps")
-    steps = parser.parse_args().steps
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--table", action="store_true", help="write the table in docs/models.md too")
+    args = parser.parse_args()
+    steps = args.steps
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         random, trained = Path(temporary) / "random", Path(temporary) / "run"
@@ -147,7 +153,15 @@ def main() -> None:
                 row |= {"rerouted_share": rerouted_share(policy, of_step)}
                 row |= {"without": measure(policy, of_step, replays=False), "with": measure(policy, of_step, replays=True)}
                 rows.append(row)
-                print(json.dumps(row))
+                print(json.dumps(row), flush=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, 1 thread"
+    report = {"commit": commit(), "device": device, "torch": torch.__version__, "sft_steps": steps, "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    if args.table:
+        put(DOCS, "routing-replay", table(rows))
+
+
+def table(rows: list[dict[str, Any]]) -> str:
     heads = ["weights", "load of experts", "sampler", "learner", "rerouted", "`mismatch_kl`", "with replay", "`mismatch_max`"]
     lines = [f"| {' | '.join(heads)} | with replay |", "|---|---|---|---|---|---|---|---|---|"]
     for row in rows:
@@ -156,8 +170,7 @@ def main() -> None:
         cells = [row["weights"], f"{100 * least:.1f} to {100 * most:.1f} %", row["sampler"], row["learner"]]
         cells += [f"{100 * row['rerouted_share']:.2f} %", *(f"{x:.1e}" for x in figures)]
         lines.append(f"| {' | '.join(cells)} |")
-    put(DOCS, "routing-replay", "\n".join(lines))
-    RESULTS.write_text(json.dumps({"commit": commit(), "sft_steps": steps, "rows": rows}, indent=1) + "\n")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

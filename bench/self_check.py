@@ -61,9 +61,11 @@ def measure(*, tiny: bool, profile: bool) -> dict[str, Any]:
     if profile:
         profiler.disable()
         pstats.Stats(profiler, stream=sys.stderr).sort_stats("cumulative").print_stats(45)
+    is_fused = policy.fast_backbone is not None or policy.fused_weights is not None
     return {
         "check_s": round(policy.check.seconds, 2), "learner_s": round(learner - start, 2),
-        "sampler_s": round(sampler - learner, 2), "log": policy.check.log_line,
+        "sampler_s": round(sampler - learner, 2),
+        "log": policy.check.log_line(is_fused=is_fused, module_reason=policy.module_reason),
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }  # fmt: skip
