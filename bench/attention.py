@@ -18,6 +18,7 @@ import torch
 from reporting import commit
 
 from oncurve.kernels import pack_attention
+from oncurve.kernels.launch import gpu_of
 from oncurve.kernels.pack_attention import AttentionRule, PackTiles, Tiling
 from oncurve.models.pack_attention_cuda import CudaPackAttention
 
@@ -61,7 +62,8 @@ def use(tiles: Tiling) -> None:
 def measure(new: int, *, has_tma: bool) -> dict[str, object]:
     pack, (q, k, v, d_out), flops = inputs(new)
     rule = AttentionRule(SIZE**-0.5)
-    chosen, original = pack_attention.tiling(SIZE, q.dtype, round(pack.mean_keys), has_tma=has_tma), pack_attention.tiling
+    original = pack_attention.tiling
+    chosen = original(SIZE, q.dtype, round(pack.mean_keys), gpu_of(q.device), has_tma=has_tma)
     use(chosen)
     try:
         out, lse = pack.forward(q, k, v, rule)

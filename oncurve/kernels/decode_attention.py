@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oncurve.kernels.launch import fetch, pdl_options
+from oncurve.kernels.launch import Gpu, fetch, gpu_of, pdl_options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -42,10 +42,11 @@ class Tiles:
     stages: int
 
 
-def tiles(head_size: int, dtype: torch.dtype) -> Tiles:
-    """Small tiles and two warps, so that many programs keep a multiprocessor's memory busy. Measured on an H200."""
+def tiles(head_size: int, dtype: torch.dtype, gpu: Gpu) -> Tiles:
+    """Small tiles and two warps, so that many programs keep a multiprocessor's memory busy. Measured on an H200. If a program
+    has little shared memory, keys of a kilobyte (heads of 256 in float32) are read without a pipeline."""
     wide = triton.next_power_of_2(head_size) * dtype.itemsize
-    return Tiles(max(16, min(64, 8192 // wide)), 2, 3)
+    return Tiles(max(16, min(64, 8192 // wide)), 2, 1 if wide >= 1024 and not gpu.has_room else 3)
 
 
 AHEAD = 32
@@ -293,7 +294,7 @@ def attend(
     _, _, _, K, page, _ = cache.shape
     R, W, rep = tables.members.shape[1], tables.width, H // K
     S = rows // W
-    tile = tile or tiles(d, q.dtype)
+    tile = tile or tiles(d, q.dtype, gpu_of(q.device))
     padded = max(16, triton.next_power_of_2(d))
     of_suffixes = S * launch.suffix_pages if launch.listed is None else launch.listed
     programs = (launch.tables * launch.prompt_pages + of_suffixes) * K

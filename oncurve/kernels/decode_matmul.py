@@ -13,7 +13,6 @@ same. ``N`` is the number of outputs, ``I`` the width of the gated unit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
@@ -21,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from oncurve.kernels.activations import activate
-from oncurve.kernels.launch import pdl_options
+from oncurve.kernels.launch import gpu_of, pdl_options
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +48,14 @@ GATED = ProductTiles(128, 64, 64, warps=8, stages=5)
 up."""
 
 
-@cache
-def _multiprocessors(device: torch.device) -> int:
-    """The number of multiprocessors; 0 if the device has no PDL, so that torch's products are used."""
-    if not pdl_options(device)["PDL"]:
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
 def block_for(x_SD: Tensor, outputs: int, *, gated: bool = False) -> ProductTiles | None:
-    """How our product is split; None if torch's product is the better one."""
-    if x_SD.dtype not in (torch.bfloat16, torch.float16):
+    """How our product is split; None if torch's product is the better one, as without PDL, or with little shared memory."""
+    gpu = gpu_of(x_SD.device)
+    if x_SD.dtype not in (torch.bfloat16, torch.float16) or not (gpu.is_hopper and gpu.has_room):
         return None
-    count = _multiprocessors(x_SD.device)
     for block in (GATED,) if gated else (MANY, FEW):
         programs = block.programs(x_SD.shape[0], outputs, x_SD.shape[1])
-        if programs is not None and count * 2 // 3 <= programs <= count:
+        if programs is not None and gpu.multiprocessors * 2 // 3 <= programs <= gpu.multiprocessors:
             return block
     return None
 

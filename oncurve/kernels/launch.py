@@ -10,22 +10,58 @@ The first kernel of a step waits before it lets the next one start, so nothing t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import driver
 
-HOPPER = 9
+HOPPER = (9, 0)
+"""The compute capability from which a GPU has dependent launch and a tensor memory accelerator (TMA)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """What the choice of kernels and tiles depends on. ``shared_memory``: bytes that a program can have."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_memory: int
+
+    @property
+    def is_hopper(self) -> bool:
+        """Hopper or later."""
+        return self.capability >= HOPPER
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a program has the shared memory for the tiles that were measured on an H200. A100, Hopper and data-centre
+        Blackwell have it; GPUs for graphics of the same generations have about 100 KiB."""
+        return self.shared_memory >= 160 << 10
+
+
+INTERPRETER = Gpu((0, 0), 3, 1 << 30)
+"""It runs programs one after the other, whatever their size."""
 
 
 @cache
+def gpu_of(device: torch.device) -> Gpu:
+    if device.type != "cuda":
+        return INTERPRETER
+    found = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:  # its capability is not NVIDIA's
+        return Gpu((0, 0), found.multi_processor_count, 64 << 10)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    limit = driver.active.utils.get_device_properties(index)["max_shared_mem"]  # what Triton compares programs with
+    return Gpu((found.major, found.minor), found.multi_processor_count, limit)
+
+
 def pdl_options(device: torch.device) -> dict[str, Any]:
     """Launch options of a decode kernel: PDL if the device supports it."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < HOPPER:
-        return {"PDL": False}
-    return {"PDL": True, "launch_pdl": True}
+    return {"PDL": True, "launch_pdl": True} if gpu_of(device).is_hopper else {"PDL": False}
 
 
 @triton.jit
@@ -36,15 +72,9 @@ def fetch(start, size, CHUNK: tl.constexpr, COUNT: tl.constexpr):
                               [address, tl.full([COUNT], CHUNK, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)  # fmt: skip
 
 
-@cache
-def processors(device: torch.device) -> int:
-    """The multiprocessors of a GPU; 3 in the interpreter, which runs programs one after the other."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
-
-
 def programs(rows: int, device: torch.device, each: int = 8) -> int:
     """Programs that divide the rows: ``each`` per multiprocessor. Fixed by the device, so that sums keep their order."""
-    return max(1, min(rows, each * processors(device)))
+    return max(1, min(rows, each * gpu_of(device).multiprocessors))
 
 
 def warps_for(elements: int) -> int:

@@ -28,6 +28,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from oncurve.kernels.launch import Gpu
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -52,19 +54,26 @@ class Tiling:
     uses_tma: bool = False
 
 
-def tiling(head_size: int, dtype: torch.dtype, keys: int, *, has_tma: bool) -> Tiling:
+def tiling(head_size: int, dtype: torch.dtype, keys: int, gpu: Gpu, *, has_tma: bool = False) -> Tiling:
     """Measured on an H200 for 16-bit numbers and heads of 128, by the number of keys that a query attends to.
 
-    Wider numbers and larger heads take smaller tiles, to fit.
+    Wider numbers and larger heads take smaller tiles, to fit, and so do GPUs with less shared memory for a program, on which
+    nothing was measured: ``tests/kernels/test_compiled.py`` compiles all tiles and compares what they need.
     """
+    if gpu.shared_memory < 96 << 10:  # Turing
+        fits = dtype.itemsize == 2 and head_size <= 128
+        small = PackTiles(32, 32, 4, 1) if fits else PackTiles(16, 16, 4, 1)
+        return Tiling(small, small, small)
     if dtype.itemsize > 2 or head_size > 128:
-        small = PackTiles(32, 32, 4, 1)
+        fits = dtype.itemsize == 2 or head_size <= 128 or gpu.has_room
+        small = PackTiles(32, 32, 4, 1) if fits else PackTiles(16, 16, 4, 1)
         return Tiling(small, small, small)
     if keys < LONG:
         return Tiling(PackTiles(64, 32, 4, 3), PackTiles(64, 64, 4, 2), PackTiles(32, 64, 4, 2))
-    if has_tma and keys >= VERY_LONG and head_size in (64, 128):
+    if has_tma and gpu.has_room and keys >= VERY_LONG and head_size in (64, 128):
         return Tiling(PackTiles(128, 128, 8, 3), PackTiles(128, 64, 8, 3), PackTiles(64, 64, 4, 2), uses_tma=True)
-    return Tiling(PackTiles(64, 64, 4, 3), PackTiles(128, 64, 8, 3), PackTiles(64, 64, 4, 2))
+    stages = 3 if gpu.has_room or head_size <= 64 else 2
+    return Tiling(PackTiles(64, 64, 4, 3), PackTiles(128, 64, 8, stages), PackTiles(64, 64, 4, 2))
 
 
 LONG = 512

@@ -11,15 +11,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from oncurve.kernels import pack_attention as kernels
+from oncurve.kernels.launch import gpu_of
 from oncurve.kernels.pack_attention import AttentionRule, Tiling
 from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.pack_attention import pack_groups
 from oncurve.models.packing import to_device
 from oncurve.models.recurrent_layers import RunLayer, recur_in_pack
 from oncurve.records import Ints
-
-HOPPER = (9, 0)
-"""The compute capability from which a GPU has a tensor memory accelerator."""
 
 
 class CudaPackAttention:
@@ -73,8 +71,9 @@ class CudaPackAttention:
         return self._tables[kind, size]
 
     def _tiling(self, q: Tensor, *others: Tensor) -> Tiling:
-        has_tma = q.is_cuda and torch.cuda.get_device_capability(q.device) >= HOPPER and kernels.can_use_tma(q, *others)
-        return kernels.tiling(q.shape[-1], q.dtype, round(self.mean_keys), has_tma=has_tma)
+        gpu = gpu_of(q.device)
+        has_tma = gpu.is_hopper and kernels.can_use_tma(q, *others)
+        return kernels.tiling(q.shape[-1], q.dtype, round(self.mean_keys), gpu, has_tma=has_tma)
 
     def rule(self, scale: float, window: int | None, softcap: float | None) -> AttentionRule:
         """A window wider than the longest sequence is dropped."""

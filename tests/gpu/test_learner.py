@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.kernels import pack_attention
+from oncurve.kernels.launch import gpu_of
 from oncurve.models import lora
 from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.llama.cuda_backbone import CudaBackbone
@@ -116,7 +117,7 @@ def test_compiled_blocks_leave_the_gradient(name: str, precise: None) -> None:
 @pytest.mark.parametrize("keys", [100, 1000, 10_000], ids=["short", "long", "very long, by TMA"])
 def test_attention_in_bfloat16(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own tiles for 16 bits against full scores in float64, with heads of 128."""
-    tiling = pack_attention.tiling(128, torch.bfloat16, keys, has_tma=True)
+    tiling = pack_attention.tiling(128, torch.bfloat16, keys, gpu_of(torch.device("cuda", 0)), has_tma=True)
     assert tiling.uses_tma == (keys == 10_000)
     monkeypatch.setattr(pack_attention, "tiling", lambda *args, **options: tiling)
     pack = build_pack(pack_of([*RAGGED, (150, [140, 130])]), torch.device("cpu"))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from oncurve.kernels import decode_matmul
 from oncurve.kernels.decode_matmul import FEW, GATED, MANY, ProductTiles, block_for, gated_product, product
+from oncurve.kernels.launch import Gpu
 from oncurve.models.llama.block_description import ACTIVATIONS, Activation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -59,7 +60,7 @@ def test_ours_is_taken_where_a_launch_fills_the_gpu_about_once(monkeypatch: pyte
         return block_for(torch.empty(rows, inner, dtype=dtype), outputs, gated=gated)
 
     assert chosen(256, 4096, 1024) is None, "no launch begins early on a CPU"
-    monkeypatch.setattr(decode_matmul, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(decode_matmul, "gpu_of", lambda device: Gpu((9, 0), 132, 227 << 10))
     assert (chosen(256, 4096, 1024), chosen(256, 1024, 2048), chosen(256, 1024, 3072)) == (MANY, FEW, FEW)
     assert chosen(256, 3072, 1024, gated=True) == GATED
     assert chosen(512, 4096, 1024) is None

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from oncurve.kernels import learner_layers, lm_head, pack_attention
+from oncurve.kernels.launch import INTERPRETER
 from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.heads import lm_head_cuda
@@ -19,6 +20,7 @@ from oncurve.models.heads.lm_head import Head, token_logps
 from oncurve.models.pack_attention import PackAttention
 from oncurve.models.pack_attention_cuda import CudaPackAttention
 from oncurve.models.packing import PrefixGroup, build_pack
+from tests.kernels.gpus import GPUS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 WITHIN = 2e-6
@@ -238,6 +240,7 @@ def test_tiles_of_the_backward_pass_fit_each_other() -> None:
     for size in (16, 64, 128, 256):
         for dtype in (torch.float32, torch.bfloat16):
             for keys in (100, 1000, 10_000):
-                for has_tma in (False, True):
-                    tiles = pack_attention.tiling(size, dtype, keys, has_tma=has_tma).keys_backward
-                    assert tiles.keys % tiles.queries == 0
+                for gpu in (INTERPRETER, *GPUS.values()):
+                    for has_tma in (False, True):
+                        tiles = pack_attention.tiling(size, dtype, keys, gpu, has_tma=has_tma).keys_backward
+                        assert tiles.keys % tiles.queries == 0
