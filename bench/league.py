@@ -1,6 +1,6 @@
 """The league: every objective, and ppo, on the arithmetic task, from one start and at equal sampled tokens.
 
-    python bench/league.py OUT --seed 0    # one seed: `oncurve compare` over all algorithms; about 8 minutes of CPU time
+    python bench/league.py OUT --seed 0    # one seed: `oncurve compare` over all algorithms; about 4 minutes of CPU time
     python bench/league.py OUT --page      # write the finished runs in OUT to docs/compare.md, docs/images and bench/results
 
 Two passes over each step's samples, so that ratios differ from 1: with a single update per step most objectives have the same
@@ -36,6 +36,8 @@ RESULTS = ROOT / "bench" / "results" / "league.json"
 PAGE, IMAGE = ROOT / "docs" / "compare.md", ROOT / "docs" / "images" / "league.svg"
 SETTINGS = ("grpo.steps=40", "grpo.updates_per_step=2", "grpo.eval_every=0")
 ALGORITHMS = (*BUILT_IN_OBJECTIVES, "ppo")
+LATE = slice(30, 40)
+"""grpo's last ten steps. They have the same prompts in all runs of a seed, so that their rewards can be compared in pairs."""
 ASKED = 400
 """Held-out problems of the recipe."""
 Rule = Callable[[Sequence[ArmResult], Sequence[ArmResult]], bool]
@@ -92,9 +94,8 @@ def finished_runs(out: Path) -> dict[str, list[ArmResult]]:
 
 
 def figures_of(run: ArmResult) -> dict[str, Any]:
-    tenth = max(1, run.steps // 10)
     figures = {"steps": run.steps, "tokens": run.tokens, "accuracy": run.accuracy}
-    return {"algorithm": run.algorithm, "seed": run.seed, **figures, "last_reward": mean(run.rewards[-tenth:])}
+    return {"algorithm": run.algorithm, "seed": run.seed, **figures, "late_reward": mean(run.rewards[LATE])}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -102,9 +103,10 @@ def table(results: dict[str, Any]) -> str:
     for run in results["runs"]:
         by_algorithm.setdefault(run["algorithm"], []).append(run)
     lines = [
-        "| algorithm | seeds | updates per step | held-out accuracy | by seed | reward at the end |",
-        "|---|---|---|---|---|---|",
+        "| algorithm | seeds | updates per step | held-out accuracy | by seed | late reward | against grpo |",
+        "|---|---|---|---|---|---|---|",
     ]
+    grpo = {run["seed"]: run["late_reward"] for run in by_algorithm["grpo"]}
     for name, runs in sorted(by_algorithm.items(), key=lambda item: -mean(run["accuracy"] for run in item[1])):
         accuracies = [100 * run["accuracy"] for run in runs]
         if len(runs) > 1:
@@ -115,16 +117,27 @@ def table(results: dict[str, Any]) -> str:
         spec = BUILT_IN_OBJECTIVES.get(name)  # type: ignore[call-overload]
         updates = 1 if spec is not None and not spec.uses_ratio else 2
         by_seed = ", ".join(f"{accuracy:.1f}" for accuracy in accuracies)
-        lines.append(f"| {name} | {len(runs)} | {updates} | {shown} | {by_seed} | {mean(r['last_reward'] for r in runs):.2f} |")
+        late = mean(run["late_reward"] for run in runs)
+        gaps = [run["late_reward"] - grpo[run["seed"]] for run in runs]
+        cells = (name, len(runs), updates, shown, by_seed, f"{late:.2f}", "" if name == "grpo" else paired(gaps))
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     tokens = mean(run["tokens"] for run in results["runs"])
     start = f"The model that all runs start from solves {100 * results['start']:.1f} %."
     note = (
         f"{tokens:,.0f} sampled tokens in each run, on average; {ASKED} held-out problems; commit {results['commit']}. {start}"
     )
     spread = (
-        "± is the std over seeds; with one seed the 95 % interval over problems is shown, which leaves out the spread of seeds."
+        "± is the std over seeds; with one seed the 95 % interval over problems is shown, which leaves out the spread of "
+        "seeds.\n*Late reward* is the mean reward of steps 31 to 40, and *against grpo* its difference from grpo's at the same "
+        "seed, on\nthe same prompts; there ± is the standard error."
     )
     return "\n".join([*lines, "", note, spread])
+
+
+def paired(gaps: Sequence[float]) -> str:
+    """The mean of differences at the same seed and, with several, its standard error."""
+    error = f" ± {stdev(gaps) / len(gaps) ** 0.5:.2f}" if len(gaps) > 1 else ""
+    return f"{mean(gaps):+.2f}{error}".replace("-", "−")
 
 
 def expectations(runs: dict[str, list[ArmResult]]) -> str:
