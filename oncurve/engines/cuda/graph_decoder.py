@@ -22,7 +22,6 @@ from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.kernels.drafting import MAX_MATCH
 from oncurve.models import experts, lora
 from oncurve.models.experts import RoutingPass
-from oncurve.models.parallel.dtensor import is_dtensor
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Draft, Sampling
 from oncurve.recipe.schema.sections import Engine as EngineSettings
@@ -59,8 +58,9 @@ class GraphDecoder:
         self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.graph_memory: Any = None
         self.addresses: tuple[int, ...] = ()
-        # FSDP gathers weights to new addresses in each call, and a graph would read the old ones.
-        self.use_cuda_graphs = policy.device.type == "cuda" and not is_dtensor(next(policy.model.parameters()))
+        # FSDP gathers weights to new addresses in each call, and a graph would read the old ones. And before each layer it lets
+        # its own streams wait for the current one, which ends a capture.
+        self.use_cuda_graphs = policy.device.type == "cuda" and not policy.is_sharded
         self.capture_oom = False  # whether this call had no memory to capture a step
         self.step = build_step(policy)
 

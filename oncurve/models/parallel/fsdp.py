@@ -37,6 +37,7 @@ from oncurve.models.policy import Policy
 class ShardedPolicy(Policy):
     """The sharded form of ``policy``, which must not be used afterwards. Every forward pass is a collective of all ranks."""
 
+    is_sharded = True
     fsdp_root: Any
     """FSDP2's root module: calling it runs a pass."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from oncurve.engines.base import SampleKey, SampleRequest
-from oncurve.engines.cuda import decode_step, paged_kv_cache, runner
+from oncurve.engines.cuda import decode_step, graph_decoder, paged_kv_cache, runner
 from oncurve.engines.cuda.graph_decoder import GraphDecoder, bucket
 from oncurve.engines.cuda.runner import CudaRunner
 from oncurve.engines.native.scheduler import Scheduler
@@ -136,6 +136,20 @@ def test_a_step_that_waits_for_the_device_is_never_captured(
     assert refused[-1] == 0
     decoder.use_cuda_graphs = False
     assert bits(list(found[0])) == bits(list(complete(decoder, requests_for(policy, [prompt_of(3)], SAMPLING), 2)[0]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_no_graphs_over_weights_that_fsdp_gathers(is_sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while they are gathered. FSDP's own streams wait for the current one before each layer, which ends a capture."""
+    policy = Policy(make_model("qwen3"), tokenizer())
+    shape = paged_kv_cache.shape_of(policy)
+    assert not isinstance(shape, str)
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(graph_decoder, "PagedKVCache", lambda *_: None)
+    monkeypatch.setattr(graph_decoder, "build_step", lambda *_: None)
+    policy.is_sharded = is_sharded
+    assert GraphDecoder(policy, Engine(), shape).use_cuda_graphs is not is_sharded
 
 
 @torch.inference_mode()
