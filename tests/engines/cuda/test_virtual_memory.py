@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from oncurve.engines.cuda import virtual_memory
+from oncurve.engines.cuda.paged_kv_cache import KVShape, PagedKVCache
 from oncurve.engines.cuda.virtual_memory import OUT_OF_MEMORY, OutOfDeviceMemory, VirtualRange
 
 
@@ -89,3 +90,15 @@ def test_a_range_that_is_not_used_any_more_returns_its_addresses(is_closed: bool
     assert driver.freed == []
     del memory
     assert (driver.created, driver.mapped, driver.freed) == ([], [], [(1024, 64)])
+
+
+def test_a_cache_waits_for_its_own_gpu_before_it_is_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a new thread the current device is GPU 0. With shard = "full" the device of a policy has no number."""
+    driver, waited = Driver(), list[Any]()
+    monkeypatch.setattr(virtual_memory, "_driver", lambda: driver)
+    monkeypatch.setattr("torch.cuda.synchronize", waited.append)
+    cache = PagedKVCache(KVShape((0,), 1, 1, 1, torch.float32), torch.device("cpu"))
+    cache.range = VirtualRange(64, torch.device("cpu", 1))
+    cache.range.grow(6)
+    cache.close()
+    assert (driver.created, waited) == ([], [1])
