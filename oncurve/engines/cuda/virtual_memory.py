@@ -75,7 +75,7 @@ class VirtualRange:
         none = ctypes.c_ulonglong(0)  # default alignment, address and flags
         _call("cuMemAddressReserve", ctypes.byref(self.start), ctypes.c_size_t(self.size), ctypes.c_size_t(0), none, none)
         # Agents have a new session in each step. A process has addresses for about a thousand ranges.
-        weakref.finalize(self, _free, self.start.value, self.size, self.handles).atexit = False
+        weakref.finalize(self, _free, self.location.id, self.start.value, self.size, self.handles).atexit = False
 
     def _round_up(self, size: int) -> int:
         return -(-size // self.granularity) * self.granularity
@@ -121,9 +121,9 @@ def _unmap(start: int, handles: Handles) -> None:
     handles.clear()
 
 
-def _free(start: int, size: int, handles: Handles) -> None:
+def _free(gpu: int, start: int, size: int, handles: Handles) -> None:
     """Return the addresses too."""
     if handles:
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(gpu)
         _unmap(start, handles)
     _call("cuMemAddressFree", ctypes.c_ulonglong(start), ctypes.c_size_t(size))

@@ -82,7 +82,7 @@ def test_a_range_that_cannot_grow_stays_as_it_was(
 def test_a_range_that_is_not_used_any_more_returns_its_addresses(is_closed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver()
     monkeypatch.setattr(virtual_memory, "_driver", lambda: driver)
-    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda gpu: None)
     memory = VirtualRange(62, torch.device("cpu", 0))
     memory.grow(6)
     if is_closed:
