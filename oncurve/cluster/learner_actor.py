@@ -164,7 +164,7 @@ def _joined_ranks(task: LearnerTask, recipe: Recipe, rank: int) -> Iterator[Worl
         SECRET: task.session_id,
     }  # fmt: skip
     os.environ.update({key: str(value) for key, value in environment.items()})
-    with joined_ranks(recipe, lambda error: print(printable(str(error)), flush=True)) as world:
+    with joined_ranks(recipe, lambda error: print(printable(str(error)), flush=True), has_own_gpu=True) as world:
         yield world
 
 

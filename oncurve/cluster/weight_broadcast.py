@@ -50,7 +50,10 @@ class BroadcastGroup:
         for tensor in tensors:
             self.group.broadcast([tensor], options).wait()
         if tensors and tensors[0].device.type == "cuda":
-            torch.cuda.synchronize()
+            # Not torch.cuda.synchronize: it would end the capture of a decode step that another thread of a sampler has begun.
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+            done.synchronize()
 
 
 def open_store(address: str, timeout_s: float) -> Any:

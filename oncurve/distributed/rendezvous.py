@@ -49,7 +49,7 @@ _has_checked_in = False
 """Whether this process takes part in the check-in, after which its errors reach rank 0 by the heartbeat."""
 
 
-def join(recipe: Recipe, print_error: PrintError) -> World:
+def join(recipe: Recipe, print_error: PrintError, *, has_own_gpu: bool = False) -> World:
     """The world that this process was started in, once all of its ranks are there and run the same code and recipe."""
     global _has_checked_in
     size = world_size()
@@ -69,7 +69,7 @@ def join(recipe: Recipe, print_error: PrintError) -> World:
     store = _store(timeout)
     _has_checked_in = True
     _check_in(store, rank, size, recipe)
-    backend = _backend(recipe, local_size)
+    backend = _backend(recipe, 1 if has_own_gpu else local_size)
     heartbeat = Heartbeat(store.clone(), rank, size, recipe.scale.timeout_s, print_error)
     heartbeat.start()
     # The heartbeat ends a collective that takes too long, with a message that names the late rank. torch's limit is a backstop.
@@ -81,9 +81,12 @@ def join(recipe: Recipe, print_error: PrintError) -> World:
 
 
 @contextmanager
-def joined_ranks(recipe: Recipe, print_error: PrintError) -> Iterator[World]:
-    """The world that this process belongs to. If the block raises an exception, the world is closed with that error."""
-    world = join(recipe, print_error)
+def joined_ranks(recipe: Recipe, print_error: PrintError, *, has_own_gpu: bool = False) -> Iterator[World]:
+    """The world that this process belongs to. If the block raises an exception, the world is closed with that error.
+
+    ``has_own_gpu``: the process sees no GPU of another rank, as Ray's actors do.
+    """
+    world = join(recipe, print_error, has_own_gpu=has_own_gpu)
     try:
         yield world
     except BaseException as error:
@@ -229,7 +232,8 @@ def check_ranks_match(entries: Sequence[Mapping[str, Any]]) -> None:
                 )
 
 
-def _backend(recipe: Recipe, local_size: int) -> str:
+def _backend(recipe: Recipe, ranks: int) -> str:
+    """``ranks``: those that need a GPU of their own among the GPUs that this process sees."""
     import torch
 
     if recipe.model.device == "cpu" or not torch.cuda.is_available():
@@ -238,8 +242,8 @@ def _backend(recipe: Recipe, local_size: int) -> str:
     if recipe.scale.backend == "gloo":
         torch.cuda.set_device(local_rank % gpus)
         return "gloo"
-    if gpus < local_size:
-        raise too_few_gpus_error(local_size, gpus)
+    if gpus < ranks:
+        raise too_few_gpus_error(ranks, gpus)
     torch.cuda.set_device(local_rank)
     return "cpu:gloo,cuda:nccl"
 

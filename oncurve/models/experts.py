@@ -8,7 +8,8 @@ keeps its gradient.
 transformers runs experts through an interface with interchangeable implementations, which `attach` uses. Ours records what
 the router chose and multiplies
 
-- in the learner, and on a GPU, with transformers' grouped product (one launch for all experts);
+- in the learner, and on a GPU, with transformers' grouped product: one launch for all experts in bfloat16 on a Hopper GPU or a
+  B200, else torch's loop over the experts, which waits for their counts;
 - in the sampler on a CPU, in tiles of `TILE` rows. A product's bits depend on its number of rows, and how many tokens take an
   expert depends on what else is queued; a tile's shape does not.
 
@@ -203,7 +204,7 @@ def run_experts(module: Any, hidden_ND: Tensor, chosen_Nk: Tensor, weight_Nk: Te
 
 
 def _can_tile(module: Any) -> bool:
-    """On a CPU, with complete weights. On a GPU the shape of a grouped product does not depend on the choice."""
+    """On a CPU, with complete weights. On a GPU the shape of a product in one launch does not depend on the choice."""
     return not is_dtensor(next(module.parameters())) and next(module.parameters()).device.type == "cpu"
 
 

@@ -206,6 +206,8 @@ class Policy:
         """(log-prob, entropy) of each target, [M]."""
         return token_logps(self.head, hidden_MD, target_M, temperature, self._accumulator)
 
+    is_sharded = False
+    """Whether each rank holds a shard of every weight, even while all are gathered (see `ShardedPolicy`)."""
     layer_by_layer = False
     """Whether the sampler's forward passes gather sharded weights one layer at a time (see `ShardedPolicy`)."""
 

@@ -10,7 +10,10 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,12 +21,15 @@ from torch._C._distributed_c10d import TCPStore
 
 import oncurve
 from oncurve.cli.app import main
+from oncurve.cluster import learner_actor
 from oncurve.distributed import rendezvous
 from oncurve.distributed.rank_status import read_statuses
+from oncurve.errors import ScaleError
 from oncurve.recipe.load import dump_recipe
 from oncurve.workers.processes import is_alive
 from tests.distributed.processes import SERVER, environment
 from tests.distributed.runs import GONE_S, last_step, run_recipe, until
+from tests.training.builders import recipe as small
 
 HERE = Path(oncurve.__file__).parents[1]
 
@@ -211,3 +217,23 @@ def test_torchrun_starts_ranks_too(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     assert last_step(tmp_path / "run") == 2
     assert len(pids(tmp_path / "run")) == 2
+
+
+def test_learners_of_a_cluster_need_not_see_the_gpus_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray shows each actor its own GPU only, also if another learner is on the same machine."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    chosen: list[int] = []
+    monkeypatch.setattr("torch.cuda.set_device", chosen.append)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    recipe = small("scale.ranks=2")
+    assert rendezvous._backend(recipe, 1) == "cpu:gloo,cuda:nccl"
+    assert chosen == [0]
+    with pytest.raises(ScaleError, match="2 ranks"):
+        rendezvous._backend(recipe, 2)
+    monkeypatch.setattr(learner_actor, "joined_ranks", lambda *_, has_own_gpu: nullcontext(has_own_gpu))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    locations = [SimpleNamespace(host="one", address="127.0.0.1")] * 2
+    task: Any = SimpleNamespace(ranks=locations, port=1, session_id="secret")
+    with learner_actor._joined_ranks(task, recipe, 1) as has_own_gpu:
+        assert has_own_gpu

@@ -7,19 +7,23 @@ import shutil
 import signal
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.numpy import load_file
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from oncurve import trust
 from oncurve.distributed.world import World
 from oncurve.errors import ModelError
 from oncurve.models.loading.load import load_policy
+from oncurve.models.parallel import fsdp
 from oncurve.models.parallel.dtensor import local_elements
 from oncurve.models.parallel.tensor_parallel import tp_styles
 from oncurve.models.policy import Policy
@@ -106,6 +110,40 @@ def test_a_step_equals_that_of_one_process(ranks: int, tensor: int, gather: bool
     (one,) = in_ranks(1, steps, FEW, True)
     more = [] if gather else ["scale.gather=false"]
     check_same(in_ranks(ranks, steps, FEW, gather, recipe=run_recipe(ranks, tensor, *more)), one)
+
+
+def gather_weights(world: World) -> tuple[list[str], float]:
+    """The backends of the mesh's groups, on a machine with a GPU, and the largest difference of gathered weights."""
+    setattr(DTensor, "full_tensor", fail)  # noqa: B010
+    made: list[Any] = []
+
+    def init_on_gpu(*arguments: Any, **options: Any) -> Any:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("torch.cuda.is_available", lambda: True)
+            made.append(init_device_mesh(*arguments, **options))
+        return made[-1]
+
+    vars(fsdp)["init_device_mesh"] = init_on_gpu
+    policy, before = tiny(), {name: p.detach().clone() for name, p in tiny().model.named_parameters()}
+    sharded = fsdp.ShardedPolicy(
+        policy, torch.device("cpu"), world.collective, offload=False, gather=True, tensor=world.tp_size
+    )
+    found = sharded.full_state_dict(keep=True)
+    backends = [str(dist.get_backend(group)) for mesh in made for group in mesh.get_all_groups()]
+    with sharded.full_weights():
+        found |= {f"gathered/{name}": p.detach().clone() for name, p in sharded.model.named_parameters()}
+    return backends, max(float((w - before[name.removeprefix("gathered/")]).abs().max()) for name, w in found.items())
+
+
+def fail(*_: Any, **__: Any) -> Any:
+    raise AssertionError("gloo has no coalesced all-gather of a GPU's tensors: full_tensor would end the process")
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_ranks_that_share_a_gpu_use_only_what_gloo_has(tensor: int) -> None:
+    for backends, difference in in_ranks(2, gather_weights, recipe=run_recipe(2, tensor)):
+        assert backends == ["gloo"] * tensor
+        assert difference == 0.0
 
 
 @pytest.mark.slow

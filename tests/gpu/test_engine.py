@@ -327,3 +327,9 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs_and_says_so(caplog: 
         found = sample(slow, LENGTHS, 2, sampling)
     assert "without CUDA graphs" in caplog.text
     assert [bits(g.completions) for g in found] == [bits(g.completions) for g in expected]
+    torch.cuda.empty_cache()
+    unused = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    reserved = torch.cuda.memory_reserved()
+    del unused
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= reserved - (1 << 28), "torch can still release its memory"

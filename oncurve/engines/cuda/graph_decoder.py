@@ -7,7 +7,9 @@ are kept from call to call: weights change in place and the KV cache keeps its a
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -20,7 +22,6 @@ from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.kernels.drafting import MAX_MATCH
 from oncurve.models import experts, lora
 from oncurve.models.experts import RoutingPass
-from oncurve.models.parallel.dtensor import is_dtensor
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Draft, Sampling
 from oncurve.recipe.schema.sections import Engine as EngineSettings
@@ -57,8 +58,9 @@ class GraphDecoder:
         self.graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
         self.graph_memory: Any = None
         self.addresses: tuple[int, ...] = ()
-        # FSDP gathers weights to new addresses in each call, and a graph would read the old ones.
-        self.use_cuda_graphs = policy.device.type == "cuda" and not is_dtensor(next(policy.model.parameters()))
+        # FSDP gathers weights to new addresses in each call, and a graph would read the old ones. And before each layer it lets
+        # its own streams wait for the current one, which ends a capture.
+        self.use_cuda_graphs = policy.device.type == "cuda" and not policy.is_sharded
         self.capture_oom = False  # whether this call had no memory to capture a step
         self.step = build_step(policy)
 
@@ -155,9 +157,13 @@ class GraphDecoder:
         assert self.buffers is not None
         key = GraphKey(self.buffers, sampling, self.settings.draft, launch)
         if key not in self.graphs:
-            if not any(known[:-1] == key[:-1] for known in self.graphs):
-                self._warm_up(launch, sampling)
+            is_first = not any(known[:-1] == key[:-1] for known in self.graphs)
+            if is_first:
+                self._run_idle(launch, sampling)
             try:
+                if is_first:
+                    with refused_waits():
+                        self._run_idle(launch, sampling)
                 self.graphs[key] = self._capture(launch, sampling)
             except RuntimeError as error:
                 torch.cuda.synchronize()
@@ -174,7 +180,7 @@ class GraphDecoder:
                 return None
         return self.graphs[key]
 
-    def _warm_up(self, launch: LaunchShape, sampling: Sampling) -> None:
+    def _run_idle(self, launch: LaunchShape, sampling: Sampling) -> None:
         """One step with every slot idle: kernels are compiled, libraries make their plans, and nothing is written."""
         assert self.buffers is not None
         states = [self.buffers.tables.suffix_length]
@@ -183,9 +189,11 @@ class GraphDecoder:
         before = [state.clone() for state in states]
         for state in states:
             state.fill_(-1)
-        self._step(launch, sampling)
-        for state, value in zip(states, before, strict=True):
-            state.copy_(value)
+        try:
+            self._step(launch, sampling)
+        finally:
+            for state, value in zip(states, before, strict=True):
+                state.copy_(value)
 
     def _capture(self, launch: LaunchShape, sampling: Sampling) -> torch.cuda.CUDAGraph:
         graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -198,6 +206,20 @@ class GraphDecoder:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(side)
         return graph
+
+
+@contextmanager
+def refused_waits() -> Iterator[None]:
+    """Within this context an operation that waits for the device raises RuntimeError, as it would during a capture. But a
+    capture that fails leaves torch before 2.13 in a state in which it releases no cached memory any more."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def bucket(count: int) -> int:

@@ -170,7 +170,7 @@ class PagedKVCache:
             closing.result()
 
     def _release(self, virtual_range: VirtualRange) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.synchronize(virtual_range.location.id)  # by number: the current device of this thread may be another one
         virtual_range.release()
 
     @cached_property

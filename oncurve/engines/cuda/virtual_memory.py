@@ -9,6 +9,7 @@ machine with a GPU has.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -17,6 +18,8 @@ import torch
 from torch import Tensor
 
 OUT_OF_MEMORY = 2
+Handles = list[tuple[ctypes.c_ulonglong, int, int]]
+"""Of memory that is mapped: its handle, its offset in the range, and its size."""
 
 
 class OutOfDeviceMemory(Exception):
@@ -67,10 +70,12 @@ class VirtualRange:
         _call("cuMemGetAllocationGranularity", ctypes.byref(granularity), ctypes.byref(self.properties), 0)
         self.granularity = granularity.value
         self.size, self.mapped = self._round_up(size), 0
-        self.handles: list[tuple[ctypes.c_ulonglong, int, int]] = []
+        self.handles: Handles = []
         self.start = ctypes.c_ulonglong()
         none = ctypes.c_ulonglong(0)  # default alignment, address and flags
         _call("cuMemAddressReserve", ctypes.byref(self.start), ctypes.c_size_t(self.size), ctypes.c_size_t(0), none, none)
+        # Agents have a new session in each step. A process has addresses for about a thousand ranges.
+        weakref.finalize(self, _free, self.location.id, self.start.value, self.size, self.handles).atexit = False
 
     def _round_up(self, size: int) -> int:
         return -(-size // self.granularity) * self.granularity
@@ -98,10 +103,8 @@ class VirtualRange:
 
     def release(self) -> None:
         """Return all memory; the addresses stay reserved."""
-        for handle, offset, size in self.handles:
-            _call("cuMemUnmap", ctypes.c_ulonglong(self.start.value + offset), ctypes.c_size_t(size))
-            _call("cuMemRelease", handle)
-        self.handles, self.mapped = [], 0
+        _unmap(self.start.value, self.handles)
+        self.mapped = 0
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The range as a tensor. Some of it must be mapped when the tensor is made."""
@@ -109,3 +112,18 @@ class VirtualRange:
         interface = {"shape": tuple(shape), "typestr": integer, "data": (self.start.value, False), "version": 3}
         raw: Tensor = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": interface})(), device="cuda")
         return raw.view(dtype)
+
+
+def _unmap(start: int, handles: Handles) -> None:
+    for handle, offset, size in handles:
+        _call("cuMemUnmap", ctypes.c_ulonglong(start + offset), ctypes.c_size_t(size))
+        _call("cuMemRelease", handle)
+    handles.clear()
+
+
+def _free(gpu: int, start: int, size: int, handles: Handles) -> None:
+    """Return the addresses too."""
+    if handles:
+        torch.cuda.synchronize(gpu)
+        _unmap(start, handles)
+    _call("cuMemAddressFree", ctypes.c_ulonglong(start), ctypes.c_size_t(size))

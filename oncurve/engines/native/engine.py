@@ -35,6 +35,7 @@ from oncurve.engines.native.torch_runner import TorchRunner
 from oncurve.engines.native.turns import PureEpisode, build_requests
 from oncurve.models import recurrent_layers
 from oncurve.models.llama.c_build import has_bfloat16, load_library
+from oncurve.models.parallel.dtensor import is_dtensor
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine as EngineSettings
 from oncurve.recipe.schema.sections import Sampling
@@ -94,12 +95,18 @@ class NativeEngine:
             return "the model has recurrent layers, whose state can't be taken back from a token that is not accepted"
         if self.policy.general_reason is not None:
             return "transformers' own forward decodes the model, one token at a time"
-        if self.policy.device.type != "cpu" and self.graph_decoder is None:
+        if self.policy.device.type != "cpu" and self._torch_decodes:
             return "torch decodes on the GPU, and would wait for each draft"
         if self._draft_width(slots) == 1:
             most = max_rows(self.policy.device)
             return f"a step computes {most} rows, and there are {slots} slots: set engine.slots = {most // 2} or less"
         return None
+
+    @property
+    def _torch_decodes(self) -> bool:
+        """With sharded weights it is not known before they are gathered, as building a decoder runs the model."""
+        are_shards = is_dtensor(next(self.policy.model.parameters()))
+        return self.policy.layer_by_layer or (not are_shards and self.graph_decoder is None)
 
     def _draft_width(self, slots: int) -> int:
         return draft_width(self.settings.draft, slots, self.policy.device)

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
 
@@ -29,13 +30,14 @@ from oncurve.models.attention_interface import AttentionContext
 from oncurve.models.heads.lm_head import Truncate, Truncation
 from oncurve.models.packing import Pack, dummy_pack
 from oncurve.models.parallel.dtensor import Collective, is_dtensor, is_tensor_parallel, local_elements, range_at
-from oncurve.models.parallel.tensor_parallel import REPLICATED, TensorGroup, tp_styles
+from oncurve.models.parallel.tensor_parallel import REPLICATED, TensorGroup, gather_parts, tp_styles
 from oncurve.models.policy import Policy
 
 
 class ShardedPolicy(Policy):
     """The sharded form of ``policy``, which must not be used afterwards. Every forward pass is a collective of all ranks."""
 
+    is_sharded = True
     fsdp_root: Any
     """FSDP2's root module: calling it runs a pass."""
 
@@ -63,13 +65,10 @@ class ShardedPolicy(Policy):
                 fix='use scale.shard = "optimiser"',
             )
         group, styles = None, [dict[str, str]() for _ in layers]
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = build_mesh(device, tensor)
         if tensor > 1:
             styles = tp_styles(policy, layers, tensor)
-            mesh_2d = init_device_mesh(
-                device.type, (dist.get_world_size() // tensor, tensor), mesh_dim_names=("data", "tensor")
-            )
-            mesh, group = mesh_2d["data"], TensorGroup(mesh_2d["tensor"], device, collective)
+            mesh, group = mesh["data"], TensorGroup(mesh["tensor"], device, collective)
         policy.model.float()
         root = _ForwardPass(self)
         options: dict[str, Any] = {
@@ -193,8 +192,7 @@ class ShardedPolicy(Policy):
         for module in self.model.modules():
             for name, p in module.named_parameters(recurse=False):
                 if is_dtensor(p):
-                    shard: Any = p
-                    module._parameters[name] = nn.Parameter(shard.full_tensor(), requires_grad=False)
+                    module._parameters[name] = nn.Parameter(gather_parts(p), requires_grad=False)
 
     def full_state_dict(self, keep: bool) -> dict[str, Tensor]:
         """Gathers one weight at a time, so that a GPU needs room for the largest only."""
@@ -207,19 +205,27 @@ class ShardedPolicy(Policy):
         return weights
 
 
+def build_mesh(device: torch.device, tensor: int) -> DeviceMesh:
+    """All ranks as a mesh: (data,), or (data, tensor) for tensor groups of several ranks. If the world exchanges by gloo, so do
+    its groups: some versions of torch take NCCL if there is a GPU, and NCCL refuses ranks that share one."""
+    names = ("data", "tensor")[: 1 if tensor == 1 else 2]
+    shape = (dist.get_world_size() // tensor, tensor)[: len(names)]
+    backends: Any = dict.fromkeys(names, "gloo") if dist.get_backend() == "gloo" else None
+    return init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=backends)
+
+
 @torch.no_grad()
 def gather_full_tensor(shard: Any, device: torch.device) -> Tensor:
-    """The full tensor on every rank, by all-gather of its shards."""
-    if not is_tensor_parallel(shard):
-        full: Tensor = shard.detach().to(device).full_tensor()
-        return full
+    """The full tensor on every rank, by all-gather of its shards. DTensor's own `full_tensor` uses a collective that gloo does
+    not have for a GPU's tensors: the process crashes."""
     mesh = shard.device_mesh
-    ranges = [range_at(shard, (data, tensor)) for data in range(mesh.size(0)) for tensor in range(mesh.size(1))]
+    ranges = [range_at(shard, coordinate) for coordinate in product(*map(range, mesh.shape))]
     full = torch.empty(shard.shape, dtype=shard.dtype, device=device)
     sizes = [part_range.within(full).numel() for part_range in ranges]
-    local = functional.pad(local_elements(shard).to(device), (0, max(sizes) - local_elements(shard).numel()))
-    parts = [torch.empty_like(local) for _ in ranges]
-    dist.all_gather(parts, local)
+    local = local_elements(shard).to(device)
+    local = functional.pad(local, (0, max(sizes) - local.numel()))
+    parts = local.new_empty(len(ranges), len(local))
+    dist.all_gather_into_tensor(parts.view(-1), local, None if is_tensor_parallel(shard) else mesh.get_group())
     for part_range, part, size in zip(ranges, parts, sizes, strict=True):
         part_range.fill(full, part[:size])
     return full

@@ -206,6 +206,15 @@ class _ScatterToGroup(torch.autograd.Function):
 
 
 @torch.no_grad()
+def gather_parts(weight: Any) -> Tensor:
+    """The full weight, from the parts of a tensor group's ranks. See `fsdp.gather_full_tensor` for why not `full_tensor`."""
+    local, mesh = weight.to_local().contiguous(), weight.device_mesh
+    parts = [torch.empty_like(local) for _ in range(mesh.size())]
+    dist.all_gather(parts, local, group=mesh.get_group())
+    return torch.cat(parts, weight.placements[0].dim)
+
+
+@torch.no_grad()
 def all_reduce_replicated_grads(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
     """All-reduce, in place, the gradients of weights that are replicated in a group and applied to each rank's own heads."""
     replicated: list[tuple[Tensor, TensorGroup]] = [

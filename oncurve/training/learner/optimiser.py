@@ -272,8 +272,11 @@ class Optimiser:
             keys = [key for key in state if key.startswith(prefix) and not key.endswith("/master")]
             moments = {key.removeprefix(prefix): state[key] for key in keys}
             if moments:
-                # torch's AdamW reads its step count on the weights' device, Adam8bit on the host.
-                on_device = [k for k, v in moments.items() if v.dim() or not isinstance(self.adam, Adam8bit)]
                 self.adam.state[master] = {
-                    k: (v.to(master.device) if k in on_device else v).clone() for k, v in moments.items()
+                    k: v.to(master.device if v.dim() else self._step_device(master.device), copy=True)
+                    for k, v in moments.items()
                 }
+
+    def _step_device(self, device: torch.device) -> torch.device:
+        """Where the step counts of weights on this device are: torch's AdamW reads them there, Adam8bit on the host."""
+        return torch.device("cpu") if isinstance(self.adam, Adam8bit) else device

@@ -131,8 +131,17 @@ class ShardedOptimiser(Optimiser):
             moments = [key for key in keys if key.startswith(f"{name}/") and not key.endswith("/master")]
             if moments and master.numel():
                 self.adam.state[master] = {
-                    key.removeprefix(f"{name}/"): _local_moment(state[key], weight, elements, master.device) for key in moments
+                    key.removeprefix(f"{name}/"): self._local_moment(state[key], weight, elements, master.device)
+                    for key in moments
                 }
+
+    def _local_moment(self, full: Tensor, weight: Tensor, elements: ElementRange, device: torch.device) -> Tensor:
+        """This rank's shard of a moment from a checkpoint."""
+        if full.dim() == 0:
+            return full.to(self._step_device(device), copy=True)
+        if full.shape == weight.shape:
+            return elements.of(full).to(device, copy=True)
+        return full[elements.start // BLOCK : -(-elements.stop // BLOCK)].to(device, copy=True)
 
 
 def is_replica(weight: Tensor, world: World) -> bool:
@@ -149,12 +158,3 @@ def _moment_shard(value: Tensor, weight: Tensor, elements: ElementRange) -> Tens
     blocks, width = -(-weight.numel() // BLOCK), value.shape[1]
     start = elements.start // BLOCK * width
     return TensorShard(value.view(-1), ElementRange(start, start + value.numel()), (blocks, width))
-
-
-def _local_moment(full: Tensor, weight: Tensor, elements: ElementRange, device: torch.device) -> Tensor:
-    """This rank's shard of a moment from a checkpoint."""
-    if full.dim() == 0:
-        return full.clone()
-    if full.shape == weight.shape:
-        return elements.of(full).to(device, copy=True)
-    return full[elements.start // BLOCK : -(-elements.stop // BLOCK)].to(device, copy=True)

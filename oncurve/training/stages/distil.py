@@ -117,8 +117,9 @@ class LocalTeacher(PromptedTeacher):
         self.model, self.shares_policy = model, model is policy
         self.max_positions = model.max_positions
         self.reads_contexts = settings.context is None
-        self._host: dict[str, Tensor] = {}
-        """Weights in CPU memory, whose GPU storage is freed between passes. The head stays: the loss needs it."""
+        self._host: list[tuple[torch.UntypedStorage, Tensor]] = []
+        """Storages on the GPU that are freed between passes, with their bytes in CPU memory. Fused layers share one. The head
+        stays: the loss needs it."""
         if settings.on_cpu and not self.shares_policy and model.device.type == "cuda":
             self.move_to_host()
 
@@ -139,28 +140,31 @@ class LocalTeacher(PromptedTeacher):
 
     def move_to_host(self) -> None:
         """Keep the weights in CPU memory, except for the head's, and free theirs on the device until the next pass."""
-        head = {id(p) for p in self.model.model.get_output_embeddings().parameters()}
-        for name, p in self.model.model.named_parameters():
-            if id(p) not in head:
-                copy = torch.empty(p.shape, dtype=p.dtype, pin_memory=p.device.type == "cuda")
-                self._host[name] = copy.copy_(p.detach())
+        head = {p.untyped_storage().data_ptr() for p in self.model.model.get_output_embeddings().parameters()}
+        storages = {p.untyped_storage().data_ptr(): p.untyped_storage() for p in self.model.model.parameters()}
+        for storage in (storage for address, storage in storages.items() if address not in head):
+            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+            self._host.append((storage, copy.copy_(_bytes_of(storage))))
         self._free()
 
     def _free(self) -> None:
-        for name, p in self.model.model.named_parameters():
-            if name in self._host:
-                p.untyped_storage().resize_(0)
+        for storage, _ in self._host:
+            storage.resize_(0)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
-        for name, p in self.model.model.named_parameters():
-            if name in self._host:
-                p.untyped_storage().resize_(p.numel() * p.element_size())
-                p.detach().copy_(self._host[name], non_blocking=True)
+        for storage, copy in self._host:
+            storage.resize_(len(copy))
+            _bytes_of(storage).copy_(copy, non_blocking=True)
         try:
             yield
         finally:
             self._free()
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """A view of a storage's bytes."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class EndpointTeacher(PromptedTeacher):

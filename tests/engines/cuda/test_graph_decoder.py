@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from oncurve.engines.base import SampleKey, SampleRequest
-from oncurve.engines.cuda import decode_step, paged_kv_cache, runner
+from oncurve.engines.cuda import decode_step, graph_decoder, paged_kv_cache, runner
 from oncurve.engines.cuda.graph_decoder import GraphDecoder, bucket
 from oncurve.engines.cuda.runner import CudaRunner
 from oncurve.engines.native.scheduler import Scheduler
@@ -101,8 +102,58 @@ def test_with_a_full_cache_completions_wait_and_get_the_same_bits() -> None:
         sample(policy, (10,), pages=4)
 
 
+@pytest.fixture
+def refused(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Without a GPU: the modes of synchronising operations so far, 0 or "error"."""
+    modes: list[Any] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    return modes
+
+
 @torch.inference_mode()
-def test_after_an_oom_in_capture_the_next_call_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_that_waits_for_the_device_is_never_captured(
+    refused: list[Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch before 2.13 releases no cached memory any more once a capture has failed."""
+    policy = Policy(make_model("qwen3"), tokenizer())
+    decoder, step = GraphDecoder.build(policy, Engine()), GraphDecoder._step
+    assert decoder is not None
+    decoder.use_cuda_graphs = True
+
+    def waiting_step(launch: LaunchShape, sampling: Sampling) -> None:
+        if refused[-1] == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
+        step(decoder, launch, sampling)
+
+    monkeypatch.setattr(decoder, "_step", waiting_step)
+    monkeypatch.setattr(decoder, "_capture", lambda *_: pytest.fail("captured"))
+    found = complete(decoder, requests_for(policy, [prompt_of(3)], SAMPLING), 2)
+    assert "without CUDA graphs" in caplog.text
+    assert "synchronizing" in caplog.text
+    assert refused[-1] == 0
+    decoder.use_cuda_graphs = False
+    assert bits(list(found[0])) == bits(list(complete(decoder, requests_for(policy, [prompt_of(3)], SAMPLING), 2)[0]))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_no_graphs_over_weights_that_fsdp_gathers(is_sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while they are gathered. FSDP's own streams wait for the current one before each layer, which ends a capture."""
+    policy = Policy(make_model("qwen3"), tokenizer())
+    shape = paged_kv_cache.shape_of(policy)
+    assert not isinstance(shape, str)
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    monkeypatch.setattr(graph_decoder, "PagedKVCache", lambda *_: None)
+    monkeypatch.setattr(graph_decoder, "build_step", lambda *_: None)
+    policy.is_sharded = is_sharded
+    assert GraphDecoder(policy, Engine(), shape).use_cuda_graphs is not is_sharded
+
+
+@torch.inference_mode()
+def test_after_an_oom_in_capture_the_next_call_tries_again(refused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     policy = Policy(make_model("qwen3"), tokenizer())
     decoder = GraphDecoder.build(policy, Engine())
     assert decoder is not None
@@ -116,8 +167,6 @@ def test_after_an_oom_in_capture_the_next_call_tries_again(monkeypatch: pytest.M
         return SimpleNamespace(replay=partial(decoder._step, launch, sampling))
 
     monkeypatch.setattr(decoder, "_capture", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     found = [bits(list(complete(decoder, requests_for(policy, [prompt_of(3)], SAMPLING), 2)[0])) for _ in range(2)]
     assert tries > 1
     assert decoder.graphs
@@ -131,7 +180,7 @@ OTHER: dict[str, object] = {
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", list(Sampling.model_fields))
-def test_every_sampling_setting_has_its_own_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_sampling_setting_has_its_own_graph(name: str, refused: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A graph that was captured for another setting would sample by that one, and nothing would tell."""
     policy = Policy(make_model("qwen3"), tokenizer())
     decoder = GraphDecoder.build(policy, Engine())
@@ -143,8 +192,7 @@ def test_every_sampling_setting_has_its_own_graph(name: str, monkeypatch: pytest
         return SimpleNamespace(replay=lambda: replayed.append(sampling))
 
     monkeypatch.setattr(decoder, "_capture", capture)
-    monkeypatch.setattr(decoder, "_warm_up", lambda launch, sampling: None)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    monkeypatch.setattr(decoder, "_run_idle", lambda launch, sampling: None)
     decoder.prepare(requests_for(policy, [prompt_of(3)], SAMPLING), 2)
     launch, other = LaunchShape(1, 1, 1), SAMPLING.model_copy(update={name: OTHER[name]})
     for sampling in (SAMPLING, other, SAMPLING, other):

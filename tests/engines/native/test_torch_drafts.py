@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+import torch
 
 from oncurve.engines.base import PassCounts, SampleKey, SampleRequest
 from oncurve.engines.native import c_decoder
@@ -307,6 +308,23 @@ def test_the_log_says_how_many_rows_drafts_have_or_why_there_are_none(name: str,
         runner = engine.build_runner([SampleRequest(PROMPTS[0], prompt_ids(model), slots, Sampling(), SampleKey(0, 1))])
         assert getattr(runner, "width", 1) == (int(line.split()[1]) if line.startswith("drafts") else 1)
     assert not any("drafts" in text for text in NativeEngine(model, Engine(slots=slots)).log_lines)
+
+
+@pytest.mark.parametrize("layer_by_layer", [False, True])
+def test_the_log_runs_no_pass_over_sharded_weights(layer_by_layer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 alone writes the log, on a GPU too, and a pass over shards is a collective."""
+    model = Policy(make_model("gemma2"), tokenizer())
+    model.layer_by_layer = layer_by_layer
+    monkeypatch.setattr(Policy, "device", torch.device("cuda"))
+    monkeypatch.setattr("oncurve.engines.native.engine.is_dtensor", lambda weight: True)
+    monkeypatch.setattr(model, "hidden", lambda *_: pytest.fail("a pass"))
+    monkeypatch.setattr("oncurve.engines.native.engine.kernels.can_run_kernels", lambda device: True)
+    line = NativeEngine(model, Engine(slots=4, draft="group")).log_lines[0]
+    assert line == (
+        "no drafts, because torch decodes on the GPU, and would wait for each draft"
+        if layer_by_layer
+        else "drafts: 8 rows per slot"
+    )
 
 
 def test_the_log_says_that_there_are_no_drafts_while_experts_are_recorded() -> None:

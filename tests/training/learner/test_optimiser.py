@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from oncurve.distributed.world import World
 from oncurve.recipe.schema.sections import Optimiser as Settings
+from oncurve.tensor_range import ElementRange
 from oncurve.training.learner.optimiser import Optimiser, learning_rate_at
+from oncurve.training.learner.sharded_optimiser import ShardedOptimiser
 
 
 def model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -144,3 +147,14 @@ def test_state_brings_an_optimiser_back_to_the_bit(dtype: torch.dtype) -> None:
             optimiser.step()
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
     assert all(torch.equal(value, second.state()[name]) for name, value in first.state().items())
+
+
+@pytest.mark.parametrize(("moments", "expected"), [("float32", "meta"), ("int8", "cpu")])
+def test_a_resumed_shard_has_its_step_count_where_adam_reads_it(moments: str, expected: str) -> None:
+    """On a GPU, torch's fused AdamW would read a step count in CPU memory by its address. Here "meta" stands for the GPU."""
+    world = World()
+    world.shard = "optimiser"
+    optimiser = ShardedOptimiser(nn.Linear(3, 2), Settings.model_validate({"moments": moments}), 1, world)
+    weight = optimiser.weights[0]
+    step = optimiser._local_moment(torch.tensor(3.0), weight, ElementRange(0, weight.numel()), torch.device("meta"))
+    assert step.device.type == expected
