@@ -139,13 +139,30 @@ def _dtype(config: TrlConfig, option: str) -> str:
 
 
 def _save_every(config: TrlConfig, option: str) -> int:
-    return config.in_steps("save_steps") if config.value("save_strategy") == "steps" else 0
+    strategy = config.strategy("save_strategy")
+    if strategy not in ("steps", "no"):
+        raise NoCounterpart(
+            f"save_strategy is {strategy}, and a recipe saves every grpo.save_every steps: set it by hand; until then the only "
+            "checkpoint is that of the last step" + (", and grpo.keep_best keeps the best" if strategy == "best" else "")
+        )
+    return config.in_steps("save_steps") if strategy == "steps" else 0
 
 
 def _eval_every(config: TrlConfig, option: str) -> int | None:
-    if config.value("eval_strategy") != "steps":
+    strategy = config.strategy("eval_strategy")
+    if strategy not in ("steps", "no"):
+        raise NoCounterpart(
+            f"eval_strategy is {strategy}, and a recipe evaluates every grpo.eval_every steps: set it by hand; until then it "
+            "evaluates once, at the end"
+        )
+    if strategy == "no":
         return None
     return config.in_steps("logging_steps" if config.value("eval_steps") is None else "eval_steps")
+
+
+def _heldout_share(config: TrlConfig, option: str) -> float | None:
+    """Without evaluation TRL trains on all rows."""
+    return 0.0 if config.strategy("eval_strategy") == "no" else None
 
 
 def _importance_cap(config: TrlConfig, option: str) -> float | None:
@@ -252,6 +269,7 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "engine": _engine,
     "eval_every": _eval_every,
     "final_share": _final_share,
+    "heldout_share": _heldout_share,
     "importance_cap": _importance_cap,
     "lora_targets": _lora_targets,
     "minibatches": lambda config, option: config.minibatches,
