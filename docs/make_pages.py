@@ -376,7 +376,8 @@ that was stopped exits with 128 plus the signal's number, 130 for Ctrl-C. `--hel
 TRL_HEAD = """\
 `oncurve recipe from-trl CONFIG.yaml` converts a config of TRL 1.16's GRPOTrainer to a recipe, and prints notes on what differs.
 
-Reward functions need no change: a function that takes `completions` is called with the arguments that TRL gives it.
+Reward functions need no change: a function that takes `completions` is called with the arguments that TRL gives it, once per
+group. It can't read `trainer_state` ([all differences](rewards.md#compared-with-trls-rewards)).
 A module that is not installed is found in the current folder: `reward_funcs: [rewards.accuracy]` becomes `rewards:accuracy`,
 which reads `rewards.py` there. `examples/with_trl.py` runs one reward function and one data set in both."""
 
