@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
+import peft
 import pytest
 import transformers
 
@@ -20,6 +24,7 @@ from oncurve.errors import DataError, OncurveError, RecipeError, RewardError, Ru
 from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.recipe.schema.model import Lora, TinyModel
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.trl.options import TRL_ARGUMENTS
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
@@ -298,6 +303,29 @@ def test_the_model_and_sinks_are_set_without_a_file(recipe_of: Callable[..., Rec
     assert recipe_of(model="tiny", lora=False, sinks="tensorboard", **common).sinks[0].type == "tensorboard"
 
 
+def test_the_model_may_be_a_dict_of_its_keys(recipe_of: Callable[..., Recipe]) -> None:
+    keys = {"source": "tiny", "template_options": {"enable_thinking": False}, "quantise": "nf4"}
+    model = recipe_of(model=keys, lora={"rank": 4}, prompts=["3+4="], rewards=[short]).model
+    assert (model.source, model.template_options, model.quantise) == ("tiny", {"enable_thinking": False}, "nf4")
+    assert model.lora is not None
+    loaded = oncurve.load_recipe("arithmetic")
+    assert recipe_of(loaded, model={"template_options": {"a": 1}}).model.template_options == {"a": 1}
+    with pytest.raises(OncurveError, match="did you mean 'source'"):
+        recipe_of(model={"sorce": "tiny"}, prompts=["3+4="], rewards=[short])
+
+
+def test_every_argument_of_trl_s_trainer_has_a_counterpart_or_an_explanation() -> None:
+    """Read from its source, because importing it takes seconds."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    source = ast.parse((Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text())
+    trainer = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "GRPOTrainer")
+    init = next(node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    ours = inspect.signature(oncurve.train).parameters
+    assert {a.arg for a in init.args.args[1:] if a.arg not in ours} == set(TRL_ARGUMENTS)
+
+
 def test_they_change_a_recipe_too(recipe_of: Callable[..., Recipe]) -> None:
     loaded = oncurve.load_recipe("arithmetic")
     assert recipe_of(loaded) == loaded
@@ -323,6 +351,22 @@ def test_they_change_a_recipe_too(recipe_of: Callable[..., Recipe]) -> None:
         ({"rewards": [{"take": "number"}]}, "a dict without 'type'"),
         ({"rewards": {"type": "answr"}}, "did you mean 'answer'"),
         ({"rewards": [{"type": "answer", "weight": "much"}]}, "weight"),
+        ({"num_generations": 4}, "write group_size=…"),
+        ({"learning_rate": 1e-5}, "write optimiser={'learning_rate': …}"),
+        ({"gradient_accumulation_steps": 4}, "write prompts_per_step=…"),
+        ({"scale_rewards": False}, "write advantage={'scale': …}"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "write model={'source': …, 'template_options': …}"),
+        ({"push_to_hub": True}, "oncurve publish"),
+        ({"max_prompt_length": 64}, "prompts are never truncated"),
+        ({"prompts": None, "train_dataset": ["3+4="]}, "write prompts=…"),
+        ({"rewards": None, "reward_funcs": [len]}, "write rewards=[…]"),
+        (
+            {"model": "tiny", "lora": peft.LoraConfig(r=4, target_modules=["q_proj"])},
+            '"rank": 4, "alpha": 8, "targets": [\'q_proj\']',
+        ),
+        ({"recipe": SimpleNamespace(num_generations=8)}, "`oncurve recipe from-trl`"),
+        ({"rewards": ["OpenAssistant/reward-model"]}, '{"type": "model", "model": \'OpenAssistant/reward-model\'}'),
+        ({"rewards": [SimpleNamespace(save_pretrained=None)]}, '{"type": "model", "model": "FOLDER"}'),
     ],
 )
 def test_wrong_settings_are_one_message(tmp_path: Path, change: dict[str, Any], words: str) -> None:

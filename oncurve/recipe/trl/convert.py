@@ -19,7 +19,7 @@ from oncurve.recipe.keys import field_at_location, toml_value
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import BUILT_IN_SINKS
 from oncurve.recipe.trl.config import NoCounterpart, TrlConfig, is_hub_dataset
-from oncurve.recipe.trl.options import TRL_OPTIONS
+from oncurve.recipe.trl.options import REMOVED, TRL_OPTIONS
 
 BOXED: dict[str, Any] = {"type": "math", "take": "boxed", "column": "solution"}
 BUILT_IN_REWARDS: dict[str, dict[str, Any]] = {
@@ -56,8 +56,6 @@ class Line:
 
 RENAMED = {"torch_dtype": "dtype"}
 """Names of options in older versions of TRL."""
-REMOVED = {"max_prompt_length": "TRL 1.16 does not have it, and prompts are never truncated here: leave out long ones"}
-"""Options of older versions of TRL, and what to do instead."""
 
 
 def from_trl(path: Path, processes: int = 1) -> tuple[str, list[ConversionNote]]:

@@ -315,3 +315,63 @@ def _read_table() -> dict[str, TrlOption]:
 
 TRL_OPTIONS: Mapping[str, TrlOption] = _read_table()
 """Every TRL option, in the order in which a recipe is written."""
+
+TRL_ARGUMENTS: Mapping[str, str] = TRL_TABLE["trainer"]
+"""Arguments of GRPOTrainer that have another name in `oncurve.train`, and what to write."""
+
+REMOVED = {"max_prompt_length": "TRL 1.16 does not have it, and prompts are never truncated here: leave out long ones"}
+"""Options of older versions of TRL, and what to do instead."""
+
+
+def explain_trl_key(name: str) -> str | None:
+    """What to write in a recipe instead of a TRL option; None if TRL has no such option."""
+    option = TRL_OPTIONS.get(name)
+    if option is None:
+        return REMOVED.get(name)
+    if option.key is None:
+        return f"remove it: {option.remark}"
+    return f"TRL's {name} is {option.key} here{_in_brackets(option)}; `oncurve recipe from-trl` converts a complete config"
+
+
+def explain_trl_argument(name: str) -> str | None:
+    """What to write in `oncurve.train` instead of an argument of GRPOTrainer or an option; None if TRL has neither."""
+    if name in TRL_ARGUMENTS:
+        return TRL_ARGUMENTS[name]
+    option = TRL_OPTIONS.get(name)
+    if option is None:
+        return REMOVED.get(name)
+    if option.key is None:
+        return f"leave it out: {option.remark}"
+    return f"write {_as_argument(option.key)}{_in_brackets(option)}"
+
+
+def _in_brackets(option: TrlOption) -> str:
+    return f" ({option.remark})" if option.remark else ""
+
+
+def _as_argument(key: str) -> str:
+    """A recipe key as an argument of `oncurve.train`."""
+    if key in ARGUMENTS:
+        return ARGUMENTS[key]
+    section, *rest = key.split(".")
+    if section in ("grpo", "model") and len(rest) == 2:  # clip={'low': …}, lora={'rank': …}
+        return f"{rest[0]}={{{rest[1]!r}: …}}"
+    if section == "grpo" or key in ("model.dtype", "model.device"):
+        return f"{rest[0]}=…"
+    if section == "model":
+        return f"model={{'source': …, {rest[0]!r}: …}}"
+    if section == "evaluation":
+        return f"evaluation={{{rest[0]!r}: …}}"
+    return f"{key}=…" if not rest and key in ("name", "seed") else f"{key} in a recipe, and oncurve.train(load_recipe(FILE))"
+
+
+ARGUMENTS = {
+    "model.source": "model=…",
+    "task.path": "prompts=…",
+    "task.heldout_share": "heldout=… and eval_every=…",
+    "rewards": "rewards=[…]",
+    "rewards.NAME.weight": "rewards=[(function, weight), …]",
+    "sinks": 'sinks=["wandb"]',
+    "sinks.project": 'sinks=[{"type": "wandb", "project": …}]',
+}
+"""Recipe keys that are arguments of `oncurve.train` by another name."""
