@@ -431,6 +431,14 @@ def test_callbacks_that_can_not_be_used(tmp_path: Path) -> None:
 
     with pytest.raises(RecipeError, match="save_every"):
         train(tmp_path, callbacks=[Saving()])
+
+    class Waiting(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(RecipeError, match=r"Waiting.on_epoch_end\n  because a run does not call it"):
+        train(tmp_path / "waiting", callbacks=[Waiting()])
+    with pytest.raises(RecipeError, match="patience="):
+        train(tmp_path / "early", callbacks=[transformers.EarlyStoppingCallback(3)])
     with pytest.raises(RecipeError, match="TrainerCallback"):
         train(tmp_path, callbacks=[Watching])
     with pytest.raises(RecipeError, match=r"callbacks=\[MyCallback\(\)\]"):
