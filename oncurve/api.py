@@ -387,7 +387,8 @@ def _build_recipe(
     model_keys: dict[str, Any],
     run_keys: dict[str, Any],
 ) -> Recipe:
-    """The given recipe with ``run_keys`` and ``model_keys``; without one, a recipe with a single grpo stage."""
+    """The given recipe with ``run_keys``, ``model_keys``, and prompts and rewards of Python in place of its own; without one, a
+    recipe with a single grpo stage."""
     if recipe is not None and not isinstance(recipe, Recipe):
         example = repr(str(recipe)) if isinstance(recipe, str | Path) else '"mine.toml"'
         convert = "; `oncurve recipe from-trl` writes one from TRL's config" if hasattr(recipe, "num_generations") else ""
@@ -397,12 +398,22 @@ def _build_recipe(
             because="the first argument is a recipe, as load_recipe returns it",
             fix=f"oncurve.train(oncurve.load_recipe({example})){convert}",
         )
+    # Prompts and rewards of Python are not part of a recipe, which only says where they came from.
+    sections: dict[str, Any] = {}
+    if task is not None:
+        sections["task"] = {"type": FROM_PYTHON}
+    if mix is not None:
+        rewards = mix.rewards
+        sections["rewards"] = [
+            {"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in rewards
+        ]
     if recipe is not None:
         _refuse_keys(stage_keys, "it is a key of the recipe", 'change the recipe: load_recipe(FILE, ["grpo.group_size=16"])')
-        if not run_keys and not model_keys:
+        if not run_keys and not model_keys and not sections:
             return recipe
         data = recipe.model_dump(exclude_none=True)
-        return parse_recipe({**data, **run_keys, "model": {**data["model"], **model_keys}})
+        stages = [{key: value for key, value in stage.items() if key not in sections} for stage in data["stages"]]
+        return parse_recipe({**data, **run_keys, **sections, "stages": stages, "model": {**data["model"], **model_keys}})
     _check_keys(stage_keys)
     if task is None or mix is None:
         missing = "prompts" if task is None else "rewards"
@@ -412,11 +423,7 @@ def _build_recipe(
             because="without a recipe, training needs prompts and rewards",
             fix="oncurve.train(model=…, prompts=[…], rewards=[f]), or pass a recipe",
         )
-    # The prompts are not part of the recipe, which only says that they came from Python.
-    reward_keys = [{"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in mix.rewards]
-    task_keys, stage = {"type": FROM_PYTHON}, {"type": "grpo", **stage_keys}
-    sections = {"model": model_keys, "task": task_keys, "rewards": reward_keys, "stages": [stage]}
-    return parse_recipe({**run_keys, **sections})
+    return parse_recipe({**run_keys, "model": model_keys, **sections, "stages": [{"type": "grpo", **stage_keys}]})
 
 
 def _check_rows(name: str, rows: Any) -> None:

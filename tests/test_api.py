@@ -25,6 +25,7 @@ from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.recipe.schema.model import Lora, TinyModel
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.trl.options import TRL_ARGUMENTS
+from oncurve.recipe.validate import reject_python_only
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
@@ -333,6 +334,24 @@ def test_they_change_a_recipe_too(recipe_of: Callable[..., Recipe]) -> None:
     assert changed.model.lora is not None
     assert (changed.model.lora.rank, changed.seed, len(changed.sinks)) == (2, 3, 1)
     assert changed.stages == loaded.stages
+
+
+def test_prompts_and_rewards_of_python_are_recorded_instead_of_the_recipes_own(recipe_of: Callable[..., Recipe]) -> None:
+    """Otherwise `oncurve train --resume RUN` continues with the recipe's own, and `oncurve eval` measures its task."""
+    loaded = oncurve.load_recipe("arithmetic")
+    recipe = recipe_of(loaded, prompts=["3+4="], rewards=[(short, 0.5)])
+    assert recipe.task.type == "python"
+    assert [(r.type, r.label, r.weight, r.options) for r in recipe.rewards] == [
+        ("python", "short", 0.5, {"function": "tests.test_api:short"})
+    ]
+    with pytest.raises(RecipeError, match="passed from Python"):
+        reject_python_only(recipe)
+    recipe = recipe_of(loaded, rewards=[short])
+    assert (recipe.task, [r.label for r in recipe.rewards]) == (loaded.task, ["short"])
+    recipe = recipe_of(loaded, prompts=["3+4="])
+    assert (recipe.task.type, recipe.rewards, recipe.stages) == ("python", loaded.rewards, loaded.stages)
+    own = oncurve.load_recipe("arithmetic", ['grpo.rewards=["answer"]'])
+    assert recipe_of(own, rewards=[short]).stages == loaded.stages  # the rewards of Python are those of every stage
 
 
 @pytest.mark.parametrize(
