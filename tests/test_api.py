@@ -377,8 +377,8 @@ def test_prompts_and_rewards_of_python_are_recorded_instead_of_the_recipes_own(r
         ({"chat_template_kwargs": {"enable_thinking": False}}, "write model={'source': …, 'template_options': …}"),
         ({"push_to_hub": True}, "oncurve publish"),
         ({"max_prompt_length": 64}, "prompts are never truncated"),
-        ({"prompts": None, "train_dataset": ["3+4="]}, "write prompts=…"),
-        ({"rewards": None, "reward_funcs": [len]}, "write rewards=[…]"),
+        ({"prompts": None, "train_dataset": ["3+4="]}, "write `prompts=…`"),
+        ({"rewards": None, "reward_funcs": [len]}, "write `rewards=[…]`"),
         (
             {"model": "tiny", "lora": peft.LoraConfig(r=4, target_modules=["q_proj"])},
             '"rank": 4, "alpha": 8, "targets": [\'q_proj\']',

@@ -1,7 +1,8 @@
 """`oncurve recipe from-trl`: convert a TRL GRPOConfig in YAML to a recipe. A comment above each key names the TRL option.
 
 TRL's defaults are written out if they differ from the recipe's, so options that the file does not set keep their meaning. What
-has no counterpart, or means something else, is reported in notes; nothing is dropped silently.
+has no counterpart, or means something else, is reported in notes; nothing is dropped silently. An option without a counterpart
+that has TRL's default needs no note, so a file may also be what `GRPOConfig.to_json_string()` returns, since JSON is YAML.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.keys import field_at_location, toml_value
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import BUILT_IN_SINKS
-from oncurve.recipe.trl.config import NoCounterpart, TrlConfig, is_hub_dataset
+from oncurve.recipe.trl.config import TRL_DEFAULTS, NoCounterpart, TrlConfig, is_hub_dataset
 from oncurve.recipe.trl.options import REMOVED, TRL_OPTIONS
 
 BOXED: dict[str, Any] = {"type": "math", "take": "boxed", "column": "solution"}
@@ -259,8 +260,14 @@ def _unsupported(config: TrlConfig) -> Iterator[ConversionNote]:
         if option is None:
             reason = REMOVED.get(name) or f"TRL 1.16 has no such option{did_you_mean(name, TRL_OPTIONS)}"
             yield ConversionNote(name, value, reason)
-        elif option.key is None:
+        elif option.key is None and not _is_default(name, value):
             yield ConversionNote(name, value, f"no counterpart: {option.remark}")
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether an option without a counterpart has TRL's default, as in a config that TRL has written."""
+    plain = {key: part for key, part in value.items() if part is not None} if isinstance(value, dict) else value
+    return plain in ("", [], {}) or plain == TRL_DEFAULTS.get(name)
 
 
 def _render(source: str, lines: list[Line], rewards: list[list[Line]], sinks: list[list[Line]]) -> Iterator[str]:
