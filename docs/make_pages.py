@@ -413,6 +413,8 @@ run = oncurve.train(
 )
 ```
 
+A prompt whose last message is the assistant's is a demonstration: that message is not part of the prompt. TRL keeps it.
+
 Or [without a recipe](python.md). The defaults of a recipe are not TRL's: `objective` is `grpo` and not `dapo`, the learning
 rate stays constant, a step has `prompts_per_step` prompts, and `save_every` is 0, which saves a checkpoint only at the end.
 `model`, `callbacks`, `tools` and `environment_factory` have the same names; these are different:"""

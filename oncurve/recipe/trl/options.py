@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +119,10 @@ def _final_share(config: TrlConfig, option: str) -> float | None:
 def _warmup(config: TrlConfig, option: str) -> int | None:
     if config.value(option) is None or config.value("lr_scheduler_type") == "constant":
         return None  # transformers' plain constant schedule ignores the warm-up
-    return round(config.in_updates(option))
+    has_steps = config.value("warmup_steps") is not None and config.number("warmup_steps") > 0
+    if config.value("warmup_ratio") is not None and has_steps is (option == "warmup_ratio"):
+        return None  # steps above 0 override a ratio
+    return math.ceil(config.in_updates(option))
 
 
 def _betas(config: TrlConfig, option: str) -> list[float] | None:

@@ -190,6 +190,12 @@ def test_schedules(tmp_path: Path) -> None:
     assert (optimiser.schedule, optimiser.warmup_steps) == ("constant", 0)
     optimiser = translate(tmp_path, "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 10")[1].optimiser
     assert (optimiser.schedule, optimiser.warmup_steps) == ("constant", 10)
+    for yaml, steps in (
+        ("warmup_ratio: 0.1\nwarmup_steps: 0", 11),
+        ("warmup_ratio: 0.1\nwarmup_steps: 5", 5),
+        ("warmup_steps: 0.1", 11),
+    ):
+        assert translate(tmp_path, f"max_steps: 105\n{yaml}")[1].optimiser.warmup_steps == steps  # a fraction is rounded up
     _, _, notes = translate(tmp_path, "lr_scheduler_type: polynomial\nwarmup_steps: 0.1")
     assert {"lr_scheduler_type", "warmup_steps"} <= {note.option for note in notes}
 
