@@ -37,7 +37,7 @@ from oncurve.rewards.base import Reward
 from oncurve.rewards.episode_reward import EnvironmentReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward, as_reward
-from oncurve.rewards.registry import build_reward, is_verifiable
+from oncurve.rewards.registry import REWARDS, build_reward, is_verifiable
 from oncurve.runs.checkpoints.listing import BestStep, best_of_run
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
@@ -533,7 +533,7 @@ def _is_verifiable(source: Any) -> bool:
 def _reward_config(reward: str | Mapping[str, Any]) -> RewardConfig:
     """A built-in reward, as its type or as a recipe writes it."""
     if isinstance(reward, str):
-        if "/" in reward or Path(reward).is_dir():
+        if reward not in REWARDS and ("/" in reward or Path(reward).is_dir()):
             because = "a text is the type of a built-in reward, and this looks like a model"
             raise RewardError(
                 "rewards", reward, because=because, fix=f'for a reward model: {{"type": "model", "model": {reward!r}}}'

@@ -405,6 +405,15 @@ def test_built_in_rewards_take_options_from_a_dict() -> None:
     assert as_mix({"type": "answer"}).rewards[0].name == "answer"
 
 
+def test_a_folder_with_the_name_of_a_reward_is_not_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("answer", "rm"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert as_mix(["answer"]).rewards[0].name == "answer"
+    with pytest.raises(RewardError, match="looks like a model"):
+        as_mix(["rm"])
+
+
 def test_patience_ends_a_run_that_does_not_get_better(tmp_path: Path) -> None:
     """Accuracy stays at 0, so evaluation 1 is the best, and patience 2 is spent after evaluation 3."""
 
