@@ -350,7 +350,8 @@ def test_prompts_and_rewards_of_python_are_recorded_instead_of_the_recipes_own(r
     assert (recipe.task, [r.label for r in recipe.rewards]) == (loaded.task, ["short"])
     recipe = recipe_of(loaded, prompts=["3+4="])
     assert (recipe.task.type, recipe.rewards, recipe.stages) == ("python", loaded.rewards, loaded.stages)
-    own = oncurve.load_recipe("arithmetic", ['grpo.rewards=["answer"]'])
+    stage = loaded.stages[-1].model_copy(update={"rewards": loaded.rewards})
+    own = loaded.model_copy(update={"stages": (*loaded.stages[:-1], stage)})
     assert recipe_of(own, rewards=[short]).stages == loaded.stages  # the rewards of Python are those of every stage
 
 
