@@ -29,7 +29,7 @@ from oncurve.recipe.keys import RecipeKey, section_keys
 from oncurve.recipe.schema.base import Section
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import STAGE_CLASSES, PolicyGradientStage, RolloutStage, StageBase
-from oncurve.recipe.trl.options import TRL_OPTIONS
+from oncurve.recipe.trl.options import TRL_ARGUMENTS, TRL_OPTIONS
 from oncurve.rewards.registry import REWARDS
 from oncurve.runs.metrics import METRICS
 from oncurve.tasks.registry import TASKS
@@ -162,6 +162,10 @@ def from_trl_page() -> str:
         NOTE,
         "# From TRL",
         TRL_HEAD,
+        TRL_PYTHON,
+        table(("GRPOTrainer", "oncurve.train"), [(f"`{name}`", text) for name, text in TRL_ARGUMENTS.items()]),
+        "## Where to find what",
+        table(("TRL", "here"), TRL_PLACES),
         "## Options with a counterpart",
         table(("TRL", "recipe", "what differs"), counterparts),
     ]
@@ -376,9 +380,69 @@ that was stopped exits with 128 plus the signal's number, 130 for Ctrl-C. `--hel
 TRL_HEAD = """\
 `oncurve recipe from-trl CONFIG.yaml` converts a config of TRL 1.16's GRPOTrainer to a recipe, and prints notes on what differs.
 
-Reward functions need no change: a function that takes `completions` is called with the arguments that TRL gives it.
+Reward functions need no change: a function that takes `completions` is called with the arguments that TRL gives it, once per
+group. It can't read `trainer_state` ([all differences](rewards.md#compared-with-trls-rewards)).
 A module that is not installed is found in the current folder: `reward_funcs: [rewards.accuracy]` becomes `rewards:accuracy`,
 which reads `rewards.py` there. `examples/with_trl.py` runs one reward function and one data set in both."""
+
+TRL_PYTHON = """\
+## From a Python script
+
+If the options are in Python, let TRL write them to a file. The notes name only options that differ from TRL's defaults:
+
+<!-- not run: it imports TRL -->
+```python
+Path("grpo.yaml").write_text(training_args.to_json_string())     # a GRPOConfig; JSON is YAML too
+```
+
+<!-- not run: it needs that file -->
+```sh
+oncurve recipe from-trl grpo.yaml -o mine.toml
+```
+
+The model, the data and the rewards come from Python as before. They replace those of the recipe:
+
+<!-- not run: it needs a model of the hub -->
+```python
+run = oncurve.train(
+    oncurve.load_recipe("mine.toml", ["grpo.steps=500"]),
+    model="Qwen/Qwen3-0.6B",              # GRPOTrainer(model=…
+    prompts=train_dataset,                #   train_dataset=…: a datasets.Dataset
+    heldout=test_dataset,                 #   eval_dataset=…
+    rewards=[accuracy, (length, 0.1)],    #   reward_funcs=… and reward_weights
+)
+```
+
+A prompt whose last message is the assistant's is a demonstration: that message is not part of the prompt. TRL keeps it.
+
+Or [without a recipe](python.md). The defaults of a recipe are not TRL's: `objective` is `grpo` and not `dapo`, the learning
+rate stays constant, a step has `prompts_per_step` prompts, and `save_every` is 0, which saves a checkpoint only at the end.
+`model`, `callbacks`, `tools` and `environment_factory` have the same names; these are different:"""
+
+TRL_PLACES = [
+    (
+        "`log_completions`, the completions table",
+        "every completion is in the run's database: `oncurve show RUN --step 5 --group 0`, `run.groups(5)`, `oncurve studio`",
+    ),
+    ('`report_to="wandb"`', '`sinks=["wandb"]`, or `[[sinks]]` in a recipe ([studio](studio.md#other-places-for-the-curves))'),
+    ("`trainer.state.log_history`", '`run.metrics()`, `run.metrics("reward")`'),
+    ("`trainer.evaluate()`", "`run.evals`, `oncurve eval RUN`"),
+    (
+        "`output_dir/checkpoint-500`",
+        "`RUN/checkpoints/grpo-000500`, for resuming; `oncurve export RUN@grpo-500 FOLDER` writes its model",
+    ),
+    ("`resume_from_checkpoint=True`", '`oncurve.train(resume="RUN", prompts=…, rewards=…)`, `oncurve train --resume RUN`'),
+    ("`trainer.save_model()`", "`RUN/model` (`run.model_path`); an adapter is merged into it, and also in `RUN/adapter`"),
+    ("`push_to_hub`", "`oncurve publish RUN OWNER/NAME`"),
+    (
+        "metrics `rewards/NAME/mean`, `frac_reward_zero_std`, `num_tokens`",
+        "`reward/NAME`, `no_signal_share`, the sum of `tokens`",
+    ),
+    (
+        "metrics `completions/mean_length`, `completions/clipped_ratio`, `clip_ratio/region_mean`",
+        "`length_mean`, `cut_share`, `clip_share`",
+    ),
+]
 
 
 def main() -> None:

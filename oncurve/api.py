@@ -30,13 +30,14 @@ from oncurve.recipe.schema.base import Section
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import Reward as RewardConfig
 from oncurve.recipe.schema.stages import SAMPLED_TYPES, Grpo
+from oncurve.recipe.trl.options import explain_trl_argument
 from oncurve.recipe.validate import FROM_PYTHON
 from oncurve.records import EvalReport, History
 from oncurve.rewards.base import Reward
 from oncurve.rewards.episode_reward import EnvironmentReward
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward, as_reward
-from oncurve.rewards.registry import build_reward, is_verifiable
+from oncurve.rewards.registry import REWARDS, build_reward, is_verifiable
 from oncurve.runs.checkpoints.listing import BestStep, best_of_run
 from oncurve.runs.database.reader import RunReader
 from oncurve.runs.folder import RunFolder, Status
@@ -61,7 +62,8 @@ RewardLike = RewardSource | tuple[RewardSource, float]
 """A reward, or a pair (reward, weight)."""
 Rewards = RewardMix | RewardLike | Sequence[RewardLike]
 ModelLike = Any
-"""`"tiny"`, a folder, a hub id, a GGUF file, or a pair (model, tokenizer) of transformers' objects."""
+"""`"tiny"`, a folder, a hub id, a GGUF file, a dict with the keys of `[model]`, or a pair (model, tokenizer) of transformers'
+objects."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -237,7 +239,8 @@ def train(
     chat template rewrites earlier turns, the next turn still follows the tokens as sampled; with ``history`` = "template" it
     follows what the template writes.
 
-    ``model`` is "tiny", a folder, a hub id, a GGUF file or a pair (model, tokenizer). ``lora`` is True or the keys of
+    ``model`` is "tiny", a folder, a hub id, a GGUF file, a pair (model, tokenizer), or a dict with the keys of `[model]`, such
+    as {"source": "Qwen/Qwen3-0.6B", "template_options": {"enable_thinking": False}}. ``lora`` is True or the keys of
     `[model.lora]`, such as {"rank": 8}; ``dtype`` is "float32", "bfloat16" or "float16"; ``device`` is "auto", "cpu" or "cuda";
     ``system_prompt`` is put before every prompt of a chat model. ``sinks`` are loggers: "wandb", "tensorboard", "trackio", or
     dicts as in a recipe. ``evaluation`` has the keys of `[evaluation]`. ``callbacks`` are instances of transformers'
@@ -274,6 +277,7 @@ def train(
     callbacks = _as_list("callbacks", callbacks, "MyCallback()")
     options = {"group_size": group_size, "steps": steps, **grpo_options}
     stage_keys = {key: value for key, value in options.items() if value is not None}
+    _refuse_trl_names(stage_keys)
     environment = _as_environment(tools, environment_factory, max_turns, tool_timeout_s, history, prompts)
     mix = _with_environment_reward(rewards, environment)
     _check_rows("prompts", prompts)
@@ -281,6 +285,9 @@ def train(
     task = None if prompts is None else PromptList.of(prompts, () if heldout is None else heldout, environment=environment)
     settings = {"lora": _lora_keys(lora), "dtype": dtype, "device": device, "system_prompt": system_prompt}
     model_keys = {key: value for key, value in settings.items() if value is not None}
+    if isinstance(model, Mapping):
+        model_keys = {**model, **model_keys}
+        model = model.get("source")
     policy, source = _as_policy(model, model_keys)
     if source is not None:
         model_keys["source"] = source
@@ -380,20 +387,34 @@ def _build_recipe(
     model_keys: dict[str, Any],
     run_keys: dict[str, Any],
 ) -> Recipe:
-    """The given recipe with ``run_keys`` and ``model_keys``; without one, a recipe with a single grpo stage."""
+    """The given recipe with ``run_keys``, ``model_keys``, and prompts and rewards of Python in place of its own; without one, a
+    recipe with a single grpo stage."""
     if recipe is not None and not isinstance(recipe, Recipe):
+        example = repr(str(recipe)) if isinstance(recipe, str | Path) else '"mine.toml"'
+        convert = "; `oncurve recipe from-trl` writes one from TRL's config" if hasattr(recipe, "num_generations") else ""
         raise RecipeError(
             "recipe",
             type(recipe).__name__,
             because="the first argument is a recipe, as load_recipe returns it",
-            fix=f"oncurve.train(oncurve.load_recipe({str(recipe)!r}))",
+            fix=f"oncurve.train(oncurve.load_recipe({example})){convert}",
         )
+    # Prompts and rewards of Python are not part of a recipe, which only says where they came from.
+    sections: dict[str, Any] = {}
+    if task is not None:
+        sections["task"] = {"type": FROM_PYTHON}
+    if mix is not None:
+        rewards = mix.rewards
+        sections["rewards"] = [
+            {"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in rewards
+        ]
     if recipe is not None:
         _refuse_keys(stage_keys, "it is a key of the recipe", 'change the recipe: load_recipe(FILE, ["grpo.group_size=16"])')
-        if not run_keys and not model_keys:
+        if not run_keys and not model_keys and not sections:
             return recipe
         data = recipe.model_dump(exclude_none=True)
-        return parse_recipe({**data, **run_keys, "model": {**data["model"], **model_keys}})
+        stages = [{key: value for key, value in stage.items() if key not in sections} for stage in data["stages"]]
+        return parse_recipe({**data, **run_keys, **sections, "stages": stages, "model": {**data["model"], **model_keys}})
+    _check_keys(stage_keys)
     if task is None or mix is None:
         missing = "prompts" if task is None else "rewards"
         raise RecipeError(
@@ -402,12 +423,7 @@ def _build_recipe(
             because="without a recipe, training needs prompts and rewards",
             fix="oncurve.train(model=…, prompts=[…], rewards=[f]), or pass a recipe",
         )
-    _check_keys(stage_keys)
-    # The prompts are not part of the recipe, which only says that they came from Python.
-    reward_keys = [{"type": "python", "name": r.name, "weight": float(r.weight), "function": _where(r)} for r in mix.rewards]
-    task_keys, stage = {"type": FROM_PYTHON}, {"type": "grpo", **stage_keys}
-    sections = {"model": model_keys, "task": task_keys, "rewards": reward_keys, "stages": [stage]}
-    return parse_recipe({**run_keys, **sections})
+    return parse_recipe({**run_keys, "model": model_keys, **sections, "stages": [{"type": "grpo", **stage_keys}]})
 
 
 def _check_rows(name: str, rows: Any) -> None:
@@ -440,9 +456,16 @@ def _lora_keys(lora: bool | Mapping[str, Any] | None) -> Mapping[str, Any] | Non
     if lora is True:
         return {}
     if not isinstance(lora, Mapping):
-        raise RecipeError(
-            "lora", repr(lora), because="it is True, or the keys of [model.lora]", fix='lora=True, or lora={"rank": 8}'
-        )
+        because, fix = "it is True, or the keys of [model.lora]", 'lora=True, or lora={"rank": 8}'
+        if hasattr(lora, "lora_alpha"):  # peft's LoraConfig
+            targets = f', "targets": {sorted(lora.target_modules)}' if isinstance(lora.target_modules, list | set) else ""
+            raise RecipeError(
+                "lora",
+                "peft's LoraConfig",
+                because=because,
+                fix=f'lora={{"rank": {lora.r}, "alpha": {lora.lora_alpha}{targets}}}',
+            )
+        raise RecipeError("lora", repr(lora), because=because, fix=fix)
     return lora
 
 
@@ -457,6 +480,16 @@ def _as_list(name: str, value: Any, example: str) -> list[Any]:
 def _refuse_keys(keys: dict[str, Any], because: str, fix: str) -> None:
     for key, value in keys.items():
         raise RecipeError(key, value, because=because, fix=fix)
+
+
+def _refuse_trl_names(keys: dict[str, Any]) -> None:
+    """Refuses an argument of TRL's trainer, or an option of its config, with what to write instead."""
+    for key in keys.keys() - Grpo.model_fields.keys():
+        fix = explain_trl_argument(key)
+        if fix is not None:
+            raise RecipeError(
+                key, "unknown keyword", because="it is TRL's name for an argument of its trainer or config", fix=fix
+            )
 
 
 def _check_keys(keys: dict[str, Any]) -> None:
@@ -500,6 +533,11 @@ def _is_verifiable(source: Any) -> bool:
 def _reward_config(reward: str | Mapping[str, Any]) -> RewardConfig:
     """A built-in reward, as its type or as a recipe writes it."""
     if isinstance(reward, str):
+        if reward not in REWARDS and ("/" in reward or Path(reward).is_dir()):
+            because = "a text is the type of a built-in reward, and this looks like a model"
+            raise RewardError(
+                "rewards", reward, because=because, fix=f'for a reward model: {{"type": "model", "model": {reward!r}}}'
+            )
         return RewardConfig(type=reward)
     if "type" not in reward:
         because = f"a dict is a reward as a recipe writes it, and it has {', '.join(map(str, reward)) or 'no keys'}"
@@ -521,6 +559,10 @@ def _as_reward(reward: Any, weight: float | None = None) -> Reward:
     if isinstance(reward, str | Mapping):
         config = _reward_config(reward)
         return build_reward(config if weight is None else config.model_copy(update={"weight": weight}))
+    if hasattr(reward, "save_pretrained"):
+        because = "a reward model is loaded from a folder, with its tokenizer"
+        fix = 'save both there, and pass {"type": "model", "model": "FOLDER"}'
+        raise RewardError("rewards", type(reward).__name__, because=because, fix=fix)
     built = as_reward(reward)
     if weight is None:
         return built

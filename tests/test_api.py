@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import inspect
 import io
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
+import peft
 import pytest
 import transformers
 
@@ -20,6 +24,8 @@ from oncurve.errors import DataError, OncurveError, RecipeError, RewardError, Ru
 from oncurve.models.loading.load import build_model, build_tokenizer
 from oncurve.recipe.schema.model import Lora, TinyModel
 from oncurve.recipe.schema.recipe import Recipe
+from oncurve.recipe.trl.options import TRL_ARGUMENTS
+from oncurve.recipe.validate import reject_python_only
 from oncurve.records import Group, Prompt
 from oncurve.rewards.base import completion_by_letters, from_letters
 from oncurve.rewards.mix import RewardMix
@@ -298,6 +304,29 @@ def test_the_model_and_sinks_are_set_without_a_file(recipe_of: Callable[..., Rec
     assert recipe_of(model="tiny", lora=False, sinks="tensorboard", **common).sinks[0].type == "tensorboard"
 
 
+def test_the_model_may_be_a_dict_of_its_keys(recipe_of: Callable[..., Recipe]) -> None:
+    keys = {"source": "tiny", "template_options": {"enable_thinking": False}, "quantise": "nf4"}
+    model = recipe_of(model=keys, lora={"rank": 4}, prompts=["3+4="], rewards=[short]).model
+    assert (model.source, model.template_options, model.quantise) == ("tiny", {"enable_thinking": False}, "nf4")
+    assert model.lora is not None
+    loaded = oncurve.load_recipe("arithmetic")
+    assert recipe_of(loaded, model={"template_options": {"a": 1}}).model.template_options == {"a": 1}
+    with pytest.raises(OncurveError, match="did you mean 'source'"):
+        recipe_of(model={"sorce": "tiny"}, prompts=["3+4="], rewards=[short])
+
+
+def test_every_argument_of_trl_s_trainer_has_a_counterpart_or_an_explanation() -> None:
+    """Read from its source, because importing it takes seconds."""
+    spec = importlib.util.find_spec("trl")
+    assert spec is not None
+    assert spec.origin is not None
+    source = ast.parse((Path(spec.origin).parent / "trainer" / "grpo_trainer.py").read_text())
+    trainer = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == "GRPOTrainer")
+    init = next(node for node in trainer.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
+    ours = inspect.signature(oncurve.train).parameters
+    assert {a.arg for a in init.args.args[1:] if a.arg not in ours} == set(TRL_ARGUMENTS)
+
+
 def test_they_change_a_recipe_too(recipe_of: Callable[..., Recipe]) -> None:
     loaded = oncurve.load_recipe("arithmetic")
     assert recipe_of(loaded) == loaded
@@ -305,6 +334,25 @@ def test_they_change_a_recipe_too(recipe_of: Callable[..., Recipe]) -> None:
     assert changed.model.lora is not None
     assert (changed.model.lora.rank, changed.seed, len(changed.sinks)) == (2, 3, 1)
     assert changed.stages == loaded.stages
+
+
+def test_prompts_and_rewards_of_python_are_recorded_instead_of_the_recipes_own(recipe_of: Callable[..., Recipe]) -> None:
+    """Otherwise `oncurve train --resume RUN` continues with the recipe's own, and `oncurve eval` measures its task."""
+    loaded = oncurve.load_recipe("arithmetic")
+    recipe = recipe_of(loaded, prompts=["3+4="], rewards=[(short, 0.5)])
+    assert recipe.task.type == "python"
+    assert [(r.type, r.label, r.weight, r.options) for r in recipe.rewards] == [
+        ("python", "short", 0.5, {"function": "tests.test_api:short"})
+    ]
+    with pytest.raises(RecipeError, match="passed from Python"):
+        reject_python_only(recipe)
+    recipe = recipe_of(loaded, rewards=[short])
+    assert (recipe.task, [r.label for r in recipe.rewards]) == (loaded.task, ["short"])
+    recipe = recipe_of(loaded, prompts=["3+4="])
+    assert (recipe.task.type, recipe.rewards, recipe.stages) == ("python", loaded.rewards, loaded.stages)
+    stage = loaded.stages[-1].model_copy(update={"rewards": loaded.rewards})
+    own = loaded.model_copy(update={"stages": (*loaded.stages[:-1], stage)})
+    assert recipe_of(own, rewards=[short]).stages == loaded.stages  # the rewards of Python are those of every stage
 
 
 @pytest.mark.parametrize(
@@ -323,6 +371,22 @@ def test_they_change_a_recipe_too(recipe_of: Callable[..., Recipe]) -> None:
         ({"rewards": [{"take": "number"}]}, "a dict without 'type'"),
         ({"rewards": {"type": "answr"}}, "did you mean 'answer'"),
         ({"rewards": [{"type": "answer", "weight": "much"}]}, "weight"),
+        ({"num_generations": 4}, "write group_size=…"),
+        ({"learning_rate": 1e-5}, "write optimiser={'learning_rate': …}"),
+        ({"gradient_accumulation_steps": 4}, "write prompts_per_step=…"),
+        ({"scale_rewards": False}, "write advantage={'scale': …}"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "write model={'source': …, 'template_options': …}"),
+        ({"push_to_hub": True}, "oncurve publish"),
+        ({"max_prompt_length": 64}, "prompts are never truncated"),
+        ({"prompts": None, "train_dataset": ["3+4="]}, "write `prompts=…`"),
+        ({"rewards": None, "reward_funcs": [len]}, "write `rewards=[…]`"),
+        (
+            {"model": "tiny", "lora": peft.LoraConfig(r=4, target_modules=["q_proj"])},
+            '"rank": 4, "alpha": 8, "targets": [\'q_proj\']',
+        ),
+        ({"recipe": SimpleNamespace(num_generations=8)}, "`oncurve recipe from-trl`"),
+        ({"rewards": ["OpenAssistant/reward-model"]}, '{"type": "model", "model": \'OpenAssistant/reward-model\'}'),
+        ({"rewards": [SimpleNamespace(save_pretrained=None)]}, '{"type": "model", "model": "FOLDER"}'),
     ],
 )
 def test_wrong_settings_are_one_message(tmp_path: Path, change: dict[str, Any], words: str) -> None:
@@ -340,6 +404,15 @@ def test_built_in_rewards_take_options_from_a_dict() -> None:
     (scored,) = mix.score([group])
     assert scored.scored[0].aspects[0].value == 1.0
     assert as_mix({"type": "answer"}).rewards[0].name == "answer"
+
+
+def test_a_folder_with_the_name_of_a_reward_is_not_a_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("answer", "rm"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert as_mix(["answer"]).rewards[0].name == "answer"
+    with pytest.raises(RewardError, match="looks like a model"):
+        as_mix(["rm"])
 
 
 def test_patience_ends_a_run_that_does_not_get_better(tmp_path: Path) -> None:
@@ -387,6 +460,14 @@ def test_callbacks_that_can_not_be_used(tmp_path: Path) -> None:
 
     with pytest.raises(RecipeError, match="save_every"):
         train(tmp_path, callbacks=[Saving()])
+
+    class Waiting(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None: ...
+
+    with pytest.raises(RecipeError, match=r"Waiting.on_epoch_end\n  because a run does not call it"):
+        train(tmp_path / "waiting", callbacks=[Waiting()])
+    with pytest.raises(RecipeError, match="patience="):
+        train(tmp_path / "early", callbacks=[transformers.EarlyStoppingCallback(3)])
     with pytest.raises(RecipeError, match="TrainerCallback"):
         train(tmp_path, callbacks=[Watching])
     with pytest.raises(RecipeError, match=r"callbacks=\[MyCallback\(\)\]"):

@@ -14,7 +14,7 @@ from oncurve.recipe.keys import RecipeKey, field_at_location, recipe_keys, short
 from oncurve.recipe.schema.base import Section, types_in
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.stages import STAGE_TYPES
-from oncurve.recipe.trl.options import TRL_OPTIONS
+from oncurve.recipe.trl.options import explain_trl_key
 
 Loc = tuple[int | str, ...]
 S = TypeVar("S", bound=Section)
@@ -129,7 +129,8 @@ class FieldError:
         missing = next((key for key in required if isinstance(table, Mapping) and key not in table), None)
         similar = closest(name, known)
         fix = _suggest_key(name, parent, self.loc, missing) or (f"write {similar[0]}" if similar else _suggest_removal(known))
-        return f"{parent or 'a recipe'} has no key '{name}'{did_you_mean(name, known)}", fix
+        guess = "" if explain_trl_key(name) else did_you_mean(name, known)
+        return f"{parent or 'a recipe'} has no key '{name}'{guess}", fix
 
     def _explain_missing_key(self) -> tuple[str, str]:
         key = self._recipe_key()
@@ -207,10 +208,7 @@ def _suggest_key(name: str, parent: str, loc: Loc, missing: str | None) -> str |
         return f"write it as {parent}.{missing}, which is required and missing"
     if homes:
         return f"write it as {' or '.join(in_this_stage or homes[:3])}"
-    option = TRL_OPTIONS.get(name)
-    if option is not None and option.key is not None:
-        return f"TRL's {name} is {option.key} here; `oncurve recipe from-trl` converts a complete config"
-    return None
+    return explain_trl_key(name)
 
 
 def _suggest_removal(known: list[str]) -> str:

@@ -13,15 +13,16 @@ the prompt, and the others are columns.
 Only arguments in the signature are passed, or all if it ends in `**columns`. For a chat, the prompt is its list of messages,
 and TRL-style completions are lists with one assistant message; with tools, the messages of the complete conversation. A
 parameter `environments` gets the environments that the completions have used. The function may be async. None means that the
-reward does not apply. There are two differences: TRL calls a function once per batch, not once per group, and treats NaN as
-None; here NaN is a failure.
+reward does not apply. What the function passes to `log_extra` becomes the reason of each score. Differences from TRL: TRL calls
+a function once per batch, not once per group, and treats NaN as None; here NaN is a failure. What is passed to `log_metric` is
+not recorded, which the run's log says. `trainer_state` can't be read, because a score depends on the completions alone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -33,7 +34,7 @@ from oncurve.errors import RewardError
 from oncurve.plugins import load_function, place_of_error
 from oncurve.recipe.schema.base import Section
 from oncurve.records import Completion, Group, Prompt
-from oncurve.rewards.base import Result, Reward, result_or_error
+from oncurve.rewards.base import Result, Reward, Score, result_or_error
 from oncurve.workers.event_loop import shared_loop
 from oncurve.workers.pool import WorkerFailedError, Workers, python_workers, shared
 
@@ -79,13 +80,22 @@ class FunctionReward:
     def reads_environments(self) -> bool:
         return "environments" in self._parameters
 
+    @property
+    def log_lines(self) -> tuple[str, ...]:
+        """A line if the function uses TRL's `log_metric`."""
+        code = getattr(self.function, "__code__", None)
+        if not self._per_group or "log_metric" not in (*self._parameters, *(code.co_consts if code is not None else ())):
+            return ()
+        return (f"reward {self.name}: log_metric is not recorded; to record a number, return it from a reward with weight 0",)
+
     def score(self, group: Group) -> Sequence[Result]:
         """What the function returns; `RewardMix` validates it."""
         if self._per_group:
-            (scores,) = run_coroutine([result_or_error(self._call, (), _group_values(group))])
+            extra: dict[str, list[Any]] = {}
+            (scores,) = run_coroutine([result_or_error(self._call, (), _group_values(group, extra))])
             if isinstance(scores, BaseException):
                 raise scores
-            return scores  # type: ignore[no-any-return]
+            return _with_reasons(scores, extra) if extra else scores  # type: ignore[no-any-return]
         values = ({**_copy(group.prompt.columns), "prompt": group.prompt.written} for _ in group.completions)
         pairs = zip(group.completions, values, strict=True)
         return run_coroutine([result_or_error(self._call, (completion.text,), columns) for completion, columns in pairs])
@@ -96,7 +106,7 @@ class FunctionReward:
 
     def missing_columns(self, prompt: Prompt) -> str | None:
         if self._per_group:
-            values = {**prompt.columns, **dict.fromkeys((*_GROUP_PARAMETERS, "log_extra", "log_metric"))}
+            values = {**prompt.columns, **dict.fromkeys((*_GROUP_PARAMETERS, "log_extra", "log_metric", "trainer_state"))}
         else:
             values = {**prompt.columns, "prompt": None}
         missing = self._missing(self._named_parameters(0 if self._per_group else 1), {**values, **self.arguments})
@@ -144,9 +154,28 @@ def _copy(value: Any) -> Any:
     return [_copy(part) for part in value] if isinstance(value, list) else value
 
 
-def _group_values(group: Group) -> dict[str, Any]:
-    """Everything that TRL passes by keyword. Its two logging functions can be called, but do nothing."""
+class _NoTrainerState:
+    """TRL's `trainer_state`. Reading it fails: a default in its place would change the reward without a word."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"trainer_state.{name} can't be read: a score depends on the completions alone, not on the step; to change rewards "
+            "during a run, use several stages, each with its own rewards"
+        )
+
+
+def _group_values(group: Group, extra: dict[str, list[Any]]) -> dict[str, Any]:
+    """Everything that TRL passes by keyword. ``extra`` gets what the function logs for each completion; `log_metric` does
+    nothing."""
     size = len(group.completions)
+
+    def log_extra(column: str, values: Sequence[Any]) -> None:
+        if len(values) != size:
+            raise ValueError(f"log_extra got {len(values)} values of '{column}' for {size} completions")
+        extra[column] = list(values)
+
     columns = {name: [_copy(value) for _ in range(size)] for name, value in group.prompt.columns.items()}
     return {
         **columns,
@@ -154,9 +183,20 @@ def _group_values(group: Group) -> dict[str, Any]:
         "completions": [_trl_completion(group.prompt, completion) for completion in group.completions],
         "completion_ids": [completion.token_ids.tolist() for completion in group.completions],
         **_environments(group),
-        "log_extra": _ignore,
+        "log_extra": log_extra,
         "log_metric": _ignore,
+        "trainer_state": _NoTrainerState(),
     }
+
+
+def _with_reasons(scores: Any, extra: Mapping[str, Sequence[Any]]) -> Any:
+    """Scores with what was logged for each completion as its reason; unchanged if there is not one for each."""
+    returned = list(scores) if isinstance(scores, Iterable) else []
+    reasons = [
+        ", ".join(f"{name} {value}" for name, value in zip(extra, row, strict=True))
+        for row in zip(*extra.values(), strict=True)
+    ]
+    return [Score(s, r) for s, r in zip(returned, reasons, strict=True)] if len(returned) == len(reasons) else scores
 
 
 def _environments(group: Group) -> dict[str, list[Any]]:
@@ -226,7 +266,8 @@ class WorkerReward:
         self._seconds, self._workers = seconds, workers
 
     async def __call__(self, *arguments: Any, **named: Any) -> Any:
-        job = {"arguments": arguments, "named": {name: value for name, value in named.items() if not callable(value)}}
+        plain = {name: value for name, value in named.items() if not callable(value) and not isinstance(value, _NoTrainerState)}
+        job = {"arguments": arguments, "named": plain}
         return await asyncio.to_thread(self._workers.ask, job, self._seconds)
 
 

@@ -9,7 +9,8 @@
 | `on_save` | after each checkpoint | |
 
 ``args`` has `output_dir` (the run's folder), `max_steps`, `seed` and `recipe`. ``state`` is a `TrainerState` with `global_step`
-(counted within the stage), `max_steps` and `log_history`. If a callback sets `should_training_stop` of ``control``, the stage
+(counted within the stage), `max_steps` and `log_history`. A callback that overrides another event, such as `on_epoch_end`, is
+refused, because it would never be called. If a callback sets `should_training_stop` of ``control``, the stage
 ends after the step. `should_evaluate`, `should_save` and `should_epoch_stop` are refused, because keys of the recipe decide
 about them.
 """
@@ -29,6 +30,8 @@ from oncurve.training.listeners import Listener
 
 OTHER_FLAGS = {"should_evaluate": "eval_every", "should_save": "save_every", "should_epoch_stop": "steps"}
 """Flags of `TrainerControl` that a callback can't set, and the key to use instead."""
+EVENTS = ("on_train_begin", "on_train_end", "on_step_end", "on_log", "on_evaluate", "on_save")
+"""The events that callbacks are called with."""
 
 
 class CallbackListener(Listener):
@@ -44,6 +47,14 @@ class CallbackListener(Listener):
                     because="a callback is an instance of a class that extends transformers.TrainerCallback",
                     fix="class Mine(transformers.TrainerCallback): …; callbacks=[Mine()]",
                 )
+            if isinstance(callback, trainer.EarlyStoppingCallback):
+                raise RecipeError(
+                    f"callbacks[{index}]",
+                    "EarlyStoppingCallback",
+                    because="it reads settings of a Trainer that a run does not have",
+                    fix="patience=… and eval_every=… stop a stage early",
+                )
+            _check_events(f"callbacks[{index}]", type(callback), trainer.TrainerCallback)
         self.callbacks = tuple(callbacks)
         self.state, self.control = trainer.TrainerState(), trainer.TrainerControl()
         self.args = SimpleNamespace()
@@ -93,3 +104,15 @@ class CallbackListener(Listener):
                         because="when a run evaluates and saves is part of its recipe, so that it can be repeated",
                         fix=f"set {key} of the stage",
                     )
+
+
+def _check_events(where: str, kind: type, base: type) -> None:
+    """Refuses a callback that waits for an event that never comes."""
+    for event in dir(base):
+        if event.startswith("on_") and event not in EVENTS and getattr(kind, event) is not getattr(base, event):
+            raise RecipeError(
+                where,
+                f"{kind.__name__}.{event}",
+                because=f"a run does not call it; it calls {', '.join(EVENTS)}",
+                fix=f"move the code from {event} to one of these, such as on_step_end",
+            )

@@ -313,7 +313,7 @@ def test_tools_are_code_that_must_be_trusted_and_inputs_of_the_run(here: Path) -
 def test_python_arguments_are_trls(tmp_path: Path) -> None:
     """A tiny model writes no call, so the counters stay where they began."""
     rows = [{"prompt": [{"role": "user", "content": f"count {i}"}], "start": i} for i in range(2)]
-    recipe = load_recipe("arithmetic", ["model.tiny.chat=true", "model.tiny.layers=1"])
+    recipe = load_recipe("arithmetic", ["model.tiny.chat=true", "model.tiny.layers=1", "grpo.optimiser.warmup_steps=0"])
     short = {"steps": 1, "prompts_per_step": 2, "group_size": 2, "eval_every": 0, "save_every": 0}
     stages = (recipe.stages[-1].model_copy(update=short),)
     run = oncurve.train(
@@ -332,7 +332,7 @@ def test_python_arguments_are_trls(tmp_path: Path) -> None:
             assert scored.completion.episode is not None
     assert "environment_factory" in (run.path / "inputs.json").read_text()
     other = PromptList.of(rows, environment=ToolEnvironment([multiply], Counter, history="template"))
-    assert changed_inputs(run.folder, recipe, task=other) == ["tool_arguments (a Python function)"]
+    assert changed_inputs(run.folder, run.recipe, task=other) == ["tool_arguments (a Python function)"]
     with pytest.raises(RecipeError, match="given without prompts"):
         oncurve.train(recipe, tools=[multiply])
     for argument in list[dict[str, Any]]([{"max_turns": 3}, {"tool_timeout_s": 5.0}, {"history": "template"}]):
@@ -359,7 +359,7 @@ def test_several_environments_are_chosen_by_a_column(tmp_path: Path) -> None:
     chat = [{"role": "user", "content": "count"}]
     rows: list[Any] = [{"prompt": chat, "start": 5, "environment": "counter"}, {"prompt": chat, "environment": "other"}]
     settings: dict[str, Any] = {"environment_factory": {"counter": Counter, "other": Other}, "tools": [multiply], "quiet": True}
-    recipe = load_recipe("arithmetic", ["model.tiny.chat=true", "model.tiny.layers=1"])
+    recipe = load_recipe("arithmetic", ["model.tiny.chat=true", "model.tiny.layers=1", "grpo.optimiser.warmup_steps=0"])
     short = {"steps": 1, "prompts_per_step": 2, "group_size": 2, "eval_every": 0, "save_every": 0}
     built = recipe.model_copy(update={"stages": (recipe.stages[-1].model_copy(update=short),), "rewards": ()})
     run = oncurve.train(built, prompts=rows, out=tmp_path / "run", **settings)

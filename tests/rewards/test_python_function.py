@@ -12,7 +12,7 @@ from trl.rewards.other_rewards import get_soft_overlong_punishment
 from oncurve.errors import RecipeError, RewardError
 from oncurve.plugins import load_function, without_place
 from oncurve.rewards.base import Reward
-from oncurve.rewards.mix import aspects_of
+from oncurve.rewards.mix import RewardMix, aspects_of
 from oncurve.rewards.python_function import FunctionReward, PythonOptions, as_reward, python_reward
 from oncurve.rewards.style.length import OverlongOptions, OverlongReward
 from tests.rewards.builders import group
@@ -67,6 +67,57 @@ def test_per_group_as_trl_calls_it() -> None:
     assert (seen["prompts"], seen["completions"], seen["answer"]) == (["12+34="] * 2, ["a", "bb"], ["46", "46"])
     assert seen["completion_ids"] == [[0], [0, 1]]
     seen["log_metric"]("name", 1.0)
+
+
+def test_what_a_trl_function_logs_for_completions_is_their_reason() -> None:
+    def reward(completions: list[str], log_extra: Any, **kwargs: Any) -> list[float]:
+        log_extra("found", [text[:1] for text in completions])
+        log_extra("length", [len(text) for text in completions])
+        return [0.5] * len(completions)
+
+    aspects = aspects_of(as_reward(reward), group("a", "bb"))
+    assert [(a.value, a.reason) for a in aspects] == [(0.5, "found a, length 1"), (0.5, "found b, length 2")]
+
+    def too_few(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("found", ["a"])
+        return [0.5] * len(completions)
+
+    assert "log_extra got 1 values of 'found' for 2 completions" in str(run(too_few, "a", "bb"))
+
+    def too_few_scores(completions: list[str], log_extra: Any) -> list[float]:
+        log_extra("found", completions)
+        return [0.5]
+
+    assert "returned 1 scores for 2 completions" in str(run(too_few_scores, "a", "bb"))
+
+
+def test_the_log_says_that_log_metric_is_not_recorded() -> None:
+    def named(completions: list[str], log_metric: Any) -> None: ...
+
+    def in_kwargs(completions: list[str], **kwargs: Any) -> None:
+        kwargs["log_metric"]("accuracy", 1.0)
+
+    for function in (named, in_kwargs):
+        (line,) = RewardMix([as_reward(function)]).log_lines
+        assert "log_metric is not recorded" in line
+    assert not RewardMix([as_reward(lambda completions: None), as_reward(len)]).log_lines
+
+
+def test_the_state_of_trl_s_trainer_can_not_be_read() -> None:
+    """With a default in its place, the reward would be another one than in TRL."""
+
+    def unread(completions: list[str], trainer_state: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    def read(completions: list[str], trainer_state: Any = None, **kwargs: Any) -> list[float]:
+        return [1.0 if trainer_state is None else trainer_state.global_step] * len(completions)
+
+    assert numbers(unread, "a") == [1.0]
+    RewardMix([as_reward(unread)]).check_columns([group("a").prompt])
+    ((value, failure),) = run(read, "a")
+    assert value is None
+    assert failure is not None
+    assert "trainer_state.global_step can't be read" in failure
 
 
 def test_chats_are_messages_to_a_trl_function() -> None:

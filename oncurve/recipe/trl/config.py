@@ -66,6 +66,17 @@ class TrlConfig:
     def boolean(self, option: str) -> bool:
         return str(self.value(option)).lower() in ("true", "1", "yes")
 
+    def strategy(self, option: str) -> str:
+        """The value of `save_strategy` or `eval_strategy`. YAML 1.1 reads `no` as false."""
+        value = str(self.value(option)).lower()
+        return "no" if value == "false" else value
+
+    def texts(self, option: str) -> list[str]:
+        """The items of a list, as text; a single value is a list of one."""
+        value = self.value(option)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        return [str(item) for item in items]
+
     @property
     def update_completions(self) -> int:
         """Completions of one optimiser update: TRL's batch sizes count completions, not prompts."""

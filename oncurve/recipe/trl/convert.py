@@ -1,7 +1,8 @@
 """`oncurve recipe from-trl`: convert a TRL GRPOConfig in YAML to a recipe. A comment above each key names the TRL option.
 
 TRL's defaults are written out if they differ from the recipe's, so options that the file does not set keep their meaning. What
-has no counterpart, or means something else, is reported in notes; nothing is dropped silently.
+has no counterpart, or means something else, is reported in notes; nothing is dropped silently. An option without a counterpart
+that has TRL's default needs no note, so a file may also be what `GRPOConfig.to_json_string()` returns, since JSON is YAML.
 """
 
 from __future__ import annotations
@@ -18,19 +19,19 @@ from oncurve.objective_specs import OBJECTIVE_SPECS
 from oncurve.recipe.keys import field_at_location, toml_value
 from oncurve.recipe.schema.recipe import Recipe
 from oncurve.recipe.schema.sections import BUILT_IN_SINKS
-from oncurve.recipe.trl.config import NoCounterpart, TrlConfig, is_hub_dataset
-from oncurve.recipe.trl.options import TRL_OPTIONS
+from oncurve.recipe.trl.config import TRL_DEFAULTS, NoCounterpart, TrlConfig, is_hub_dataset
+from oncurve.recipe.trl.options import REMOVED, TRL_OPTIONS
 
-BOXED = {"type": "math", "take": "boxed", "column": "solution"}
-BUILT_IN_REWARDS = {
+BOXED: dict[str, Any] = {"type": "math", "take": "boxed", "column": "solution"}
+BUILT_IN_REWARDS: dict[str, dict[str, Any]] = {
     "accuracy_reward": BOXED,
     "reasoning_accuracy_reward": BOXED,
     "think_format_reward": {"type": "format", "pattern": "<think>(?!.*<think>).*?</think>.*"},
+    "get_soft_overlong_punishment": {"type": "overlong", "limit": 1280, "buffer": 256},
 }
 """TRL's own reward functions, and the rewards that give the same scores (`tests/parity/test_trl_rewards.py`)."""
 
 REWARD_MODEL = "reward model"
-OVERLONG = "get_soft_overlong_punishment"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +57,6 @@ class Line:
 
 RENAMED = {"torch_dtype": "dtype"}
 """Names of options in older versions of TRL."""
-REMOVED = {"max_prompt_length": "TRL 1.16 does not have it, and prompts are never truncated here: leave out long ones"}
-"""Options of older versions of TRL, and what to do instead."""
 
 
 def from_trl(path: Path, processes: int = 1) -> tuple[str, list[ConversionNote]]:
@@ -132,8 +131,8 @@ def _comment(name: str, config: TrlConfig) -> str:
 
 def _convert_rewards(config: TrlConfig) -> tuple[list[list[Line]], list[ConversionNote]]:
     """One [[rewards]] per reward function. Weights go by position, and TRL puts a reward model first."""
-    names = [str(name) for name in config.options.get("reward_funcs") or ()]
-    weights: list[float | None] = [float(weight) for weight in config.options.get("reward_weights") or ()]
+    names = config.texts("reward_funcs")
+    weights: list[float | None] = [float(weight) for weight in config.texts("reward_weights")]
     model = config.options.get("reward_model_name_or_path")
     names = names if model is None else [REWARD_MODEL, *names]
     if weights and names and len(weights) != len(names):
@@ -145,8 +144,6 @@ def _convert_rewards(config: TrlConfig) -> tuple[list[list[Line]], list[Conversi
         return [[Line("type", "python", "a Python function"), blank]], [ConversionNote("reward_funcs", None, text)]
     rewards, notes = [], []
     for name, weight in zip(names, weights or [None] * len(names), strict=True):
-        if name == OVERLONG:
-            continue
         lines, note = _convert_reward_model(str(model)) if name == REWARD_MODEL else _convert_reward(name)
         rewards.append(lines + ([] if weight is None else [Line("weight", weight, "TRL reward_weights")]))
         notes += [] if note is None else [note]
@@ -167,15 +164,17 @@ def _convert_reward(name: str) -> tuple[list[Line], ConversionNote | None]:
 def _convert_reward_model(model: str) -> tuple[list[Line], ConversionNote]:
     comment = "TRL reward_model_name_or_path"
     note = ConversionNote(
-        "reward_model_name_or_path", model, "became a reward of type model, which runs on the CPU unless device is set"
+        "reward_model_name_or_path",
+        model,
+        "became a reward of type model, which runs on the CPU unless device is set; a prompt that is a text becomes a message "
+        "if the reward model has a chat template, while TRL joins prompt and completion",
     )
     return [Line("type", "model", comment), Line("model", model, comment)], note
 
 
 def _convert_sinks(config: TrlConfig) -> tuple[list[list[Line]], list[ConversionNote]]:
     """One [[sinks]] per logger of TRL that a run can log to."""
-    report_to = config.options.get("report_to") or []
-    names = [str(name) for name in ([report_to] if isinstance(report_to, str) else report_to) if name != "none"]
+    names = [name for name in config.texts("report_to") if name != "none"]
     project = [Line("project", config.options["project"], "TRL project")] if "project" in config.options else []
     sinks, notes = [], []
     for name in names:
@@ -230,9 +229,13 @@ def _differences(config: TrlConfig) -> Iterator[ConversionNote]:
             f"TRL counts truncated completions in the number that {config.objective} divides by, Oncurve does not: if t of a "
             "step's B completions are truncated, the gradient is B / (B − t) times TRL's",
         )
-    if OVERLONG in (options.get("reward_funcs") or ()):
-        text = "set grpo.overlong.buffer = 256: it counts back from max_new_tokens, while TRL counts from 1280"
-        yield ConversionNote("reward_funcs", OVERLONG, text)
+    if config.strategy("eval_strategy") != "no":
+        yield ConversionNote(
+            "eval_strategy",
+            options["eval_strategy"],
+            "TRL evaluates on the data set's split test: name its file in task.heldout_path; until then, rows of task.path are "
+            "held out and not trained on",
+        )
     if "model_name_or_path" not in options:
         yield ConversionNote(
             "model_name_or_path", None, "TRL takes the model in Python: set model.source to its folder or hub id"
@@ -257,8 +260,14 @@ def _unsupported(config: TrlConfig) -> Iterator[ConversionNote]:
         if option is None:
             reason = REMOVED.get(name) or f"TRL 1.16 has no such option{did_you_mean(name, TRL_OPTIONS)}"
             yield ConversionNote(name, value, reason)
-        elif option.key is None:
+        elif option.key is None and not _is_default(name, value):
             yield ConversionNote(name, value, f"no counterpart: {option.remark}")
+
+
+def _is_default(name: str, value: Any) -> bool:
+    """Whether an option without a counterpart has TRL's default, as in a config that TRL has written."""
+    plain = {key: part for key, part in value.items() if part is not None} if isinstance(value, dict) else value
+    return plain in ("", [], {}) or plain == TRL_DEFAULTS.get(name)
 
 
 def _render(source: str, lines: list[Line], rewards: list[list[Line]], sinks: list[list[Line]]) -> Iterator[str]:
@@ -273,7 +282,9 @@ def _render(source: str, lines: list[Line], rewards: list[list[Line]], sinks: li
     yield from _section("[evaluation]", [line for line in lines if line.key.startswith("evaluation.")])
     task = [line for line in lines if line.key.startswith("task.")]
     no_path = Line("task.path", "train.jsonl", "your data: one JSON object per line, with `prompt` and your rewards' columns")
-    yield from _section("[task]", [Line("task.type", "file", "rows of a JSONL or Parquet file"), *(task or [no_path])])
+    has_path = any(line.key == "task.path" for line in task)
+    task_lines = [Line("task.type", "file", "rows of a JSONL or Parquet file"), *([] if has_path else [no_path]), *task]
+    yield from _section("[task]", task_lines)
     for reward in rewards:
         yield from _section("[[rewards]]", reward)
     for sink in sinks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -118,7 +119,10 @@ def _final_share(config: TrlConfig, option: str) -> float | None:
 def _warmup(config: TrlConfig, option: str) -> int | None:
     if config.value(option) is None or config.value("lr_scheduler_type") == "constant":
         return None  # transformers' plain constant schedule ignores the warm-up
-    return round(config.in_updates(option))
+    has_steps = config.value("warmup_steps") is not None and config.number("warmup_steps") > 0
+    if config.value("warmup_ratio") is not None and has_steps is (option == "warmup_ratio"):
+        return None  # steps above 0 override a ratio
+    return math.ceil(config.in_updates(option))
 
 
 def _betas(config: TrlConfig, option: str) -> list[float] | None:
@@ -139,13 +143,30 @@ def _dtype(config: TrlConfig, option: str) -> str:
 
 
 def _save_every(config: TrlConfig, option: str) -> int:
-    return config.in_steps("save_steps") if config.value("save_strategy") == "steps" else 0
+    strategy = config.strategy("save_strategy")
+    if strategy not in ("steps", "no"):
+        raise NoCounterpart(
+            f"save_strategy is {strategy}, and a recipe saves every grpo.save_every steps: set it by hand; until then the only "
+            "checkpoint is that of the last step" + (", and grpo.keep_best keeps the best" if strategy == "best" else "")
+        )
+    return config.in_steps("save_steps") if strategy == "steps" else 0
 
 
 def _eval_every(config: TrlConfig, option: str) -> int | None:
-    if config.value("eval_strategy") != "steps":
+    strategy = config.strategy("eval_strategy")
+    if strategy not in ("steps", "no"):
+        raise NoCounterpart(
+            f"eval_strategy is {strategy}, and a recipe evaluates every grpo.eval_every steps: set it by hand; until then it "
+            "evaluates once, at the end"
+        )
+    if strategy == "no":
         return None
     return config.in_steps("logging_steps" if config.value("eval_steps") is None else "eval_steps")
+
+
+def _heldout_share(config: TrlConfig, option: str) -> float | None:
+    """Without evaluation TRL trains on all rows."""
+    return 0.0 if config.strategy("eval_strategy") == "no" else None
 
 
 def _importance_cap(config: TrlConfig, option: str) -> float | None:
@@ -252,6 +273,7 @@ CONVERSIONS: Mapping[str, Conversion] = {
     "engine": _engine,
     "eval_every": _eval_every,
     "final_share": _final_share,
+    "heldout_share": _heldout_share,
     "importance_cap": _importance_cap,
     "lora_targets": _lora_targets,
     "minibatches": lambda config, option: config.minibatches,
@@ -297,3 +319,63 @@ def _read_table() -> dict[str, TrlOption]:
 
 TRL_OPTIONS: Mapping[str, TrlOption] = _read_table()
 """Every TRL option, in the order in which a recipe is written."""
+
+TRL_ARGUMENTS: Mapping[str, str] = TRL_TABLE["trainer"]
+"""Arguments of GRPOTrainer that have another name in `oncurve.train`, and what to write."""
+
+REMOVED = {"max_prompt_length": "TRL 1.16 does not have it, and prompts are never truncated here: leave out long ones"}
+"""Options of older versions of TRL, and what to do instead."""
+
+
+def explain_trl_key(name: str) -> str | None:
+    """What to write in a recipe instead of a TRL option; None if TRL has no such option."""
+    option = TRL_OPTIONS.get(name)
+    if option is None:
+        return REMOVED.get(name)
+    if option.key is None:
+        return f"remove it: {option.remark}"
+    return f"TRL's {name} is {option.key} here{_in_brackets(option)}; `oncurve recipe from-trl` converts a complete config"
+
+
+def explain_trl_argument(name: str) -> str | None:
+    """What to write in `oncurve.train` instead of an argument of GRPOTrainer or an option; None if TRL has neither."""
+    if name in TRL_ARGUMENTS:
+        return TRL_ARGUMENTS[name]
+    option = TRL_OPTIONS.get(name)
+    if option is None:
+        return REMOVED.get(name)
+    if option.key is None:
+        return f"leave it out: {option.remark}"
+    return f"write {_as_argument(option.key)}{_in_brackets(option)}"
+
+
+def _in_brackets(option: TrlOption) -> str:
+    return f" ({option.remark})" if option.remark else ""
+
+
+def _as_argument(key: str) -> str:
+    """A recipe key as an argument of `oncurve.train`."""
+    if key in ARGUMENTS:
+        return ARGUMENTS[key]
+    section, *rest = key.split(".")
+    if section in ("grpo", "model") and len(rest) == 2:  # clip={'low': …}, lora={'rank': …}
+        return f"{rest[0]}={{{rest[1]!r}: …}}"
+    if section == "grpo" or key in ("model.dtype", "model.device"):
+        return f"{rest[0]}=…"
+    if section == "model":
+        return f"model={{'source': …, {rest[0]!r}: …}}"
+    if section == "evaluation":
+        return f"evaluation={{{rest[0]!r}: …}}"
+    return f"{key}=…" if not rest and key in ("name", "seed") else f"{key} in a recipe, and oncurve.train(load_recipe(FILE))"
+
+
+ARGUMENTS = {
+    "model.source": "model=…",
+    "task.path": "prompts=…",
+    "task.heldout_share": "heldout=… and eval_every=…",
+    "rewards": "rewards=[…]",
+    "rewards.NAME.weight": "rewards=[(function, weight), …]",
+    "sinks": 'sinks=["wandb"]',
+    "sinks.project": 'sinks=[{"type": "wandb", "project": …}]',
+}
+"""Recipe keys that are arguments of `oncurve.train` by another name."""

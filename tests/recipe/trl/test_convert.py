@@ -65,7 +65,7 @@ bf16: false
     recipe, stage, notes = translate(tmp_path, yaml)
     assert "ref_model_mixup_alpha" not in {note.option for note in notes}
     assert (recipe.model.source, recipe.model.dtype, recipe.seed) == ("Qwen/Qwen3-0.6B", "float32", 42)
-    assert recipe.task.options == {"path": "data.jsonl"}
+    assert recipe.task.options["path"] == "data.jsonl"
     assert (recipe.rewards[0].label, recipe.rewards[0].weight) == ("short", 0.2)
     assert recipe.rewards[0].options == {"function": "my.lib:short"}
     # 8 × 8 = 64 completions are sampled at once: 16 groups of 4; an update takes 8 × 4 = 32 of them, and each is used twice.
@@ -85,16 +85,16 @@ bf16: false
 def test_a_data_set_of_the_hub_becomes_a_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recipe reads files: the note says that one has to be named."""
     recipe, _, notes = translate(tmp_path, "dataset_name: trl-lib/DeepMath-103K\ndataset_train_split: train")
-    assert recipe.task.options == {"path": "hf://datasets/trl-lib/DeepMath-103K/FILE"}
+    assert recipe.task.options["path"] == "hf://datasets/trl-lib/DeepMath-103K/FILE"
     (note,) = (note for note in notes if note.option == "dataset_name")
     assert "write its path in the data set instead of FILE in task.path, of split train" in str(note)
     for path in ("data/train.jsonl", "data/train.jsonl.gz", "/data/train.parquet", "./data/train", "train.csv"):
         recipe, _, notes = translate(tmp_path, f"dataset_name: {path}")
-        assert recipe.task.options == {"path": path}
+        assert recipe.task.options["path"] == path
         assert not [note for note in notes if note.option == "dataset_name"]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data" / "v1").mkdir(parents=True)
-    assert translate(tmp_path, "dataset_name: data/v1")[0].task.options == {"path": "data/v1"}
+    assert translate(tmp_path, "dataset_name: data/v1")[0].task.options["path"] == "data/v1"
 
 
 def test_what_the_file_leaves_unsaid_is_trls_default(tmp_path: Path) -> None:
@@ -190,6 +190,12 @@ def test_schedules(tmp_path: Path) -> None:
     assert (optimiser.schedule, optimiser.warmup_steps) == ("constant", 0)
     optimiser = translate(tmp_path, "lr_scheduler_type: constant_with_warmup\nwarmup_steps: 10")[1].optimiser
     assert (optimiser.schedule, optimiser.warmup_steps) == ("constant", 10)
+    for yaml, steps in (
+        ("warmup_ratio: 0.1\nwarmup_steps: 0", 11),
+        ("warmup_ratio: 0.1\nwarmup_steps: 5", 5),
+        ("warmup_steps: 0.1", 11),
+    ):
+        assert translate(tmp_path, f"max_steps: 105\n{yaml}")[1].optimiser.warmup_steps == steps  # a fraction is rounded up
     _, _, notes = translate(tmp_path, "lr_scheduler_type: polynomial\nwarmup_steps: 0.1")
     assert {"lr_scheduler_type", "warmup_steps"} <= {note.option for note in notes}
 
@@ -208,15 +214,21 @@ def test_importance_sampling_is_converted_only_if_it_means_the_same(tmp_path: Pa
 def test_rewards_and_their_weights(tmp_path: Path) -> None:
     yaml = "reward_model_name_or_path: rm\nreward_funcs: [get_soft_overlong_punishment, think_format_reward, a.b]\n"
     recipe, _, notes = translate(tmp_path, yaml + "reward_weights: [9, 0.1, 0.2, 0.3]")
-    assert [(reward.label, reward.weight) for reward in recipe.rewards] == [("model", 9.0), ("format", 0.2), ("b", 0.3)]
+    weights = [(reward.label, reward.weight) for reward in recipe.rewards]
+    assert weights == [("model", 9.0), ("overlong", 0.1), ("format", 0.2), ("b", 0.3)]
     assert recipe.rewards[0].options == {"model": "rm"}
-    assert {"reward_model_name_or_path", "reward_funcs", "think_format_reward"} <= {note.option for note in notes}
+    notes_by_option = {note.option: note.text for note in notes}
+    assert {"get_soft_overlong_punishment", "think_format_reward"} <= notes_by_option.keys()
+    assert "chat template" in notes_by_option["reward_model_name_or_path"]
+    recipe, _, _ = translate(tmp_path, "reward_funcs: a.b\nreward_weights: 0.5")
+    assert [(reward.label, reward.weight) for reward in recipe.rewards] == [("b", 0.5)]
 
 
 def test_the_rewards_of_trl_become_those_that_say_the_same(tmp_path: Path) -> None:
     """What they are compared with is in `tests/parity/test_trl_rewards.py`, by the same options."""
-    recipe, _, _ = translate(tmp_path, "reward_funcs: [accuracy_reward, think_format_reward]")
-    boxed, think = recipe.rewards
+    recipe, _, _ = translate(tmp_path, "reward_funcs: [accuracy_reward, think_format_reward, get_soft_overlong_punishment]")
+    boxed, think, overlong = recipe.rewards
+    assert (overlong.type, overlong.options) == ("overlong", {"limit": 1280, "buffer": 256})
     assert (boxed.type, boxed.options) == ("math", {"take": "boxed", "column": "solution"})
     assert (think.type, think.options) == ("format", {"pattern": "<think>(?!.*<think>).*?</think>.*"})
 
@@ -259,6 +271,36 @@ def test_vllm_is_left_to_its_user(tmp_path: Path) -> None:
     assert recipe.scale.engine == "native"
     assert 'scale.engine = "vllm"' in notes_by_option["use_vllm"]
     assert "scale.vllm_tensor" in notes_by_option["vllm_tensor_parallel_size"]
+
+
+def test_epochs_are_not_steps(tmp_path: Path) -> None:
+    """TRL can save and evaluate once per epoch, or save the best; a recipe counts steps."""
+    _, stage, notes = translate(tmp_path, "max_steps: 10\nsave_strategy: epoch\neval_strategy: epoch")
+    assert (stage.save_every, stage.eval_every) == (0, 0)
+    notes_by_option = {note.option: note.text for note in notes}
+    assert "save_strategy is epoch" in notes_by_option["save_steps"]
+    assert "eval_strategy is epoch" in notes_by_option["eval_steps"]
+    _, _, notes = translate(tmp_path, "max_steps: 10\nsave_strategy: best")
+    assert "grpo.keep_best" in {note.option: note.text for note in notes}["save_steps"]
+    _, stage, notes = translate(tmp_path, "max_steps: 10\nsave_strategy: no\neval_strategy: no")  # YAML reads `no` as false
+    assert (stage.save_every, stage.eval_every) == (0, 0)
+    assert not {"save_steps", "eval_steps"} & {note.option for note in notes}
+
+
+def test_rows_are_held_out_only_if_trl_evaluates(tmp_path: Path) -> None:
+    recipe, _, notes = translate(tmp_path, "dataset_name: data.jsonl")
+    assert recipe.task.options == {"path": "data.jsonl", "heldout_share": 0.0}
+    assert "eval_strategy" not in {note.option for note in notes}
+    recipe, _, notes = translate(tmp_path, "dataset_name: data.jsonl\neval_strategy: steps\neval_steps: 5")
+    assert recipe.task.options == {"path": "data.jsonl"}
+    assert "task.heldout_path" in {note.option: note.text for note in notes}["eval_strategy"]
+    assert translate(tmp_path, "beta: 0")[0].task.options == {"path": "train.jsonl", "heldout_share": 0.0}
+
+
+def test_accumulation_makes_a_step_larger(tmp_path: Path) -> None:
+    _, stage, _ = translate(tmp_path, "gradient_accumulation_steps: 4")
+    assert (stage.prompts_per_step, stage.minibatches) == (4, 1)
+    assert TRL_OPTIONS["gradient_accumulation_steps"].key == "grpo.prompts_per_step"
 
 
 def test_nothing_is_dropped_in_silence(tmp_path: Path) -> None:
@@ -345,5 +387,5 @@ def test_every_kind_of_the_table_is_a_conversion() -> None:
 
 
 def test_every_recipe_key_of_the_table_exists() -> None:
-    known = {entry.key for entry in recipe_keys()} | {"task.path"}
+    known = {entry.key for entry in recipe_keys()} | {"task.path", "task.heldout_share"}
     assert {option.key.replace("NAME.", "") for option in TRL_OPTIONS.values() if option.key} - known == set()
