@@ -272,11 +272,11 @@ def _rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, cos, 
         to_cache = of_head[:, None] + (length % PAGE) * D + half[None, :]
         is_kv = inside & (h >= H)[:, None]
         if FP8:
-            scale = _e4m3_scale(tl.maximum(tl.max(tl.abs(rotated_one), 1), tl.max(tl.abs(rotated_two), 1)))
-            tl.store(to_cache, _to_e4m3(rotated_one, scale), mask=is_kv)
-            tl.store(to_cache + D // 2, _to_e4m3(rotated_two, scale), mask=is_kv)
+            step = _e4m3_scale(tl.maximum(tl.max(tl.abs(rotated_one), 1), tl.max(tl.abs(rotated_two), 1)))
+            tl.store(to_cache, _to_e4m3(rotated_one, step), mask=is_kv)
+            tl.store(to_cache + D // 2, _to_e4m3(rotated_two, step), mask=is_kv)
             to_scale = (of_head + PAGE * D).to(tl.pointer_type(tl.float32)) + length % PAGE
-            tl.store(to_scale, scale, mask=(h >= H) & (h < H + 2 * K))
+            tl.store(to_scale, step, mask=(h >= H) & (h < H + 2 * K))
         else:
             tl.store(to_cache, rotated_one.to(cache.dtype.element_ty), mask=is_kv)
             tl.store(to_cache + D // 2, rotated_two.to(cache.dtype.element_ty), mask=is_kv)
@@ -359,10 +359,10 @@ def _any_rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, c
         of_head = cache + page * page_stride + (h - H) * PAGE * ROW
         to_cache = of_head[:, None] + (length % PAGE) * D + at[None, :]
         if FP8:
-            scale = _e4m3_scale(tl.max(tl.abs(x), 1))
-            tl.store(to_cache, _to_e4m3(x, scale), mask=inside & (h >= H)[:, None])
+            step = _e4m3_scale(tl.max(tl.abs(x), 1))
+            tl.store(to_cache, _to_e4m3(x, step), mask=inside & (h >= H)[:, None])
             to_scale = (of_head + PAGE * D).to(tl.pointer_type(tl.float32)) + length % PAGE
-            tl.store(to_scale, scale, mask=(h >= H) & (h < H + 2 * K))
+            tl.store(to_scale, step, mask=(h >= H) & (h < H + 2 * K))
         else:
             tl.store(to_cache, x.to(cache.dtype.element_ty), mask=inside & (h >= H)[:, None])
 
