@@ -13,8 +13,8 @@ each peer. All three take about 330 s, of which vLLM's start is 85.
     python bench/rollout.py --works 4,5 --against vllm --repeats 2 --no-second-start --out long.json
 
 With --shape another model of random weights takes its place, and the workload is 32 × 8 of 256 + 512 tokens. The peer
-`modules` is Oncurve without its fused step: the model's own modules decode. Workloads 4 and 5 have long completions, and are
-measured only if --works names them.
+`modules` is Oncurve without its fused step: the model's own modules decode. The peer `fp8` is Oncurve with an FP8 KV cache.
+Workloads 4 and 5 have long completions, and are measured only if --works names them.
 """
 
 from __future__ import annotations
@@ -186,6 +186,14 @@ class Modules(Oncurve):
         self.engine.policy.fast_backbone = self.engine.policy.fused_weights = None
 
 
+class Fp8(Oncurve):
+    """Oncurve with an FP8 KV cache."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__(shape)
+        self.engine.settings = self.engine.settings.model_copy(update={"kv_dtype": "fp8"})
+
+
 class Vllm:
     """vLLM in-process, as in TRL's colocated mode, without detokenising."""
 
@@ -239,7 +247,7 @@ class Transformers:
         return int(out[:, ids.shape[1] :].numel())
 
 
-PEERS: dict[str, Any] = {"oncurve": Oncurve, "modules": Modules, "vllm": Vllm, "transformers": Transformers}
+PEERS: dict[str, Any] = {"oncurve": Oncurve, "modules": Modules, "fp8": Fp8, "vllm": Vllm, "transformers": Transformers}
 
 
 def runs(peer: str, work: Work, repeats: int) -> int:
@@ -420,7 +428,7 @@ def chosen(names: str, shape: str) -> list[Work]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", default="", help="peers, separated by commas: modules, vllm, transformers")
+    parser.add_argument("--against", default="", help="peers, separated by commas: modules, fp8, vllm, transformers")
     parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--works", default="", help="workload numbers, separated by commas, or none; default: all but 4 and 5")

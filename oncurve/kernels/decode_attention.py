@@ -16,6 +16,10 @@ completion's bits depend neither on its neighbours, nor on what was drafted, nor
 
 The cache is [pages, layers, 2, K, PAGE, d]. A table lists up to R members: slots that share a prompt. A slot or row whose
 suffix length is −1 is idle.
+
+A cache of bytes is [pages, layers, 2, K, PAGE, d + 4]. The PAGE · d codes of a head's keys or values come first, FP8 (e4m3)
+numbers, and then one float32 scale for each position. Codes are converted exactly, to the dtype of the queries. The scales of
+keys multiply scores, and those of values multiply weights, so no key or value is rounded a second time.
 """
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 
@@ -100,9 +104,21 @@ class PartialSoftmax:
 
 
 @triton.jit
+def _from_e4m3(code, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """The numbers that e4m3 codes stand for. Without NATIVE the bits are moved into a float16, for GPUs that have no
+    instruction for it: its exponents are 8 higher."""
+    if NATIVE:
+        return code.to(tl.float8e4nv, bitcast=True).to(dtype)
+    bits = code.to(tl.int16)
+    half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+    return (half.to(tl.float16, bitcast=True) * 256.0).to(dtype)
+
+
+@triton.jit
 def _attend_page(q, keys, values, first_M, count_M, low, count, scale, softcap,
           D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, CAUSAL: tl.constexpr,
-          SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+          SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
+          NATIVE: tl.constexpr):  # fmt: skip
     """Softmax parts of a tile of queries over keys [low, count) of one page; a query attends to those from ``first_M`` on and,
     if CAUSAL, to those before ``count_M``."""
     at = tl.arange(0, DP)
@@ -115,8 +131,12 @@ def _attend_page(q, keys, values, first_M, count_M, low, count, scale, softcap,
         inside = n[:, None] < count
         if D != DP:
             inside = inside & (at[None, :] < D)
-        k = tl.load(keys + where, mask=inside, other=0.0)
+        k = tl.load(keys + where, mask=inside, other=0)
+        if FP8:
+            k = _from_e4m3(k, q.dtype, NATIVE)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if FP8:
+            s *= tl.load((keys + PAGE * D).to(tl.pointer_type(tl.float32)) + n, mask=n < count, other=0.0)[None, :]
         if SOFTCAP:
             s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))  # tanh
         visible = n[None, :] < count
@@ -129,23 +149,31 @@ def _attend_page(q, keys, values, first_M, count_M, low, count, scale, softcap,
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
         shrink = tl.exp2(top - base)
-        v = tl.load(values + where, mask=inside, other=0.0)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        v = tl.load(values + where, mask=inside, other=0)
+        weight = p
+        if FP8:
+            v = _from_e4m3(v, q.dtype, NATIVE)
+            scales = tl.load((values + PAGE * D).to(tl.pointer_type(tl.float32)) + n, mask=n < count, other=0.0)
+            weight = p * (scales[None, :] * 256.0)  # 256, so that a float16 does not lose small weights
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         top = new
+    if FP8:
+        acc *= 1 / 256
     return acc, top, total
 
 
 @triton.jit
 def _write_part(q, out, tops, totals, keys, values, row_M, head_M, live_M, first_M, count_M, low, count, part, q_stride, scale,
            softcap, H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
-           CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr):  # fmt: skip
+           CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
+           NATIVE: tl.constexpr):  # fmt: skip
     """Compute and write the part of one page for the queries of these rows and heads."""
     at = tl.arange(0, DP)
     inside = live_M[:, None] & (at < D)[None, :]
     tile = tl.load(q + row_M[:, None] * q_stride + head_M[:, None] * D + at[None, :], mask=inside, other=0.0)
     acc, top, total = _attend_page(tile, keys, values, first_M, count_M, low, count, scale, softcap,
-                            D, DP, BN, WINDOW, CAUSAL, SOFTCAP, PRECISION)  # fmt: skip
+                            D, DP, BN, WINDOW, CAUSAL, SOFTCAP, PRECISION, PAGE, FP8, NATIVE)  # fmt: skip
     to_M = part + row_M * H + head_M
     tl.store(out + to_M[:, None] * D + at[None, :], acc, mask=inside)
     tl.store(tops + to_M, top, mask=live_M)
@@ -159,7 +187,7 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
            R: tl.constexpr, W: tl.constexpr, H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
            PAGE: tl.constexpr, BM_PROMPT: tl.constexpr, BM_SUFFIX: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr,
            SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, LISTED: tl.constexpr, AHEAD: tl.constexpr,
-           PDL: tl.constexpr):  # fmt: skip
+           FP8: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Programs of prompts come first, because they take longest. Neighbouring programs have the same page index, so that the
     slots of one group, whose tables point at the same pages, find them in the L2 cache. With LISTED, suffixes differ in length
     and there is one program for each page in use, by a list; otherwise there is one for every page of every slot.
@@ -168,6 +196,8 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
     """
     REP: tl.constexpr = H // K
     BYTES: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth // 8
+    ROW: tl.constexpr = D + 4 if FP8 else D  # with the scale
+    CHUNKS: tl.constexpr = 32 if FP8 else 64
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
@@ -201,13 +231,13 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
         number = tl.load(suffix_page + slot * W * suffix_table_width + page)
     start = page * PAGE
     count = tl.minimum(length - start, PAGE)
-    keys = cache + number.to(tl.int64) * page_stride + head * PAGE * D
-    values = keys + K * PAGE * D
+    keys = cache + number.to(tl.int64) * page_stride + head * PAGE * ROW
+    values = keys + K * PAGE * ROW
     if PDL and AHEAD > 0:  # noqa: SIM102 (the outer condition is known at compile time)
         if count > 0:
             size = tl.minimum(count, AHEAD) * D * BYTES
-            fetch(keys, size, AHEAD * D * BYTES // 64, 64)
-            fetch(values, size, AHEAD * D * BYTES // 64, 64)
+            fetch(keys, size, AHEAD * D * BYTES // CHUNKS, CHUNKS)
+            fetch(values, size, AHEAD * D * BYTES // CHUNKS, CHUNKS)
     if PDL:
         tl.extra.cuda.gdc_wait()
     if count > 0:
@@ -220,7 +250,7 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
                 low = tl.maximum(tl.min(first_M, 0), 0) // BN * BN
             _write_part(q, out, tops, totals, keys, values, row_M, head * REP + m % REP, live_M, first_M, first_M, low, count,
                    page.to(tl.int64) * slots * W * H, q_stride, scale, softcap,
-                   H, D, DP, BN, WINDOW, False, SOFTCAP, PRECISION)  # fmt: skip
+                   H, D, DP, BN, WINDOW, False, SOFTCAP, PRECISION, PAGE, FP8, NATIVE)  # fmt: skip
         else:
             r = tl.arange(0, BM_SUFFIX)
             row_R = slot * W + tl.minimum(r // REP, W - 1)
@@ -230,7 +260,7 @@ def _parts(q, cache, members, prompt_page, suffix_page, suffix_list, prompt_leng
                 low = tl.minimum(tl.maximum(tl.load(suffix_length + slot * W) + 1 - window - start, 0), PAGE) // BN * BN
             _write_part(q, out, tops, totals, keys, values, row_R, head * REP + r % REP, r < REP * W, end_R - window, end_R,
                    low, count, (prompt_pages + page).to(tl.int64) * slots * W * H, q_stride, scale, softcap,
-                   H, D, DP, BN, WINDOW, W > 1, SOFTCAP, PRECISION)  # fmt: skip
+                   H, D, DP, BN, WINDOW, W > 1, SOFTCAP, PRECISION, PAGE, FP8, NATIVE)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["prompt_pages", "slots"])
@@ -275,6 +305,11 @@ def _merge(out, parts, tops, totals, prompt_length, suffix_length, sinks, prompt
     tl.store(out + row * D + at, (acc / total).to(out.dtype.element_ty), mask=at < D)
 
 
+def _converts_fp8(device: torch.device) -> bool:
+    """Whether there is an instruction that converts FP8; the interpreter converts it too."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+
+
 def attend(
     q: Tensor,
     cache: Tensor,
@@ -307,7 +342,8 @@ def attend(
         BM_SUFFIX=max(16, triton.next_power_of_2(W * rep)), BN=tile.keys, WINDOW=window is not None,
         SOFTCAP=softcap is not None,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32", num_warps=tile.warps, num_stages=tile.stages,
-        LISTED=launch.listed is not None, AHEAD=AHEAD if d == padded else 0, **pdl_options(q.device),
+        LISTED=launch.listed is not None, AHEAD=AHEAD if d == padded else 0, FP8=cache.dtype == torch.uint8,
+        NATIVE=_converts_fp8(q.device), **pdl_options(q.device),
     )  # fmt: skip
     out = torch.empty((rows, H, d), dtype=q.dtype, device=q.device)
     _merge[(rows, H)](

@@ -195,11 +195,37 @@ def activate_unit(both: Tensor, activation: str = "silu", *, gated: bool = True)
     return out
 
 
+SCALE_BYTES = 4
+"""Bytes of the scale of one key or value in a cache of FP8 numbers (see `decode_attention`): a float32."""
+
+
+@triton.jit
+def _e4m3_scale(top):
+    """The scale of a vector whose largest number is ``top``, which becomes 448, the largest number of e4m3: none saturates, and
+    none is divided by 0."""
+    return tl.maximum(top, 2.0**-100) * (1 / 448)
+
+
+@triton.jit
+def _to_e4m3(x, scale):
+    """The e4m3 codes of x [N, D] / scale [N], rounded to the nearest number, ties to even; 0x7F or 0xFF for NaN. Done with
+    integers, so that every GPU and the interpreter get the same codes."""
+    y = tl.div_rn(x, scale[:, None] + tl.zeros_like(x))
+    bits = y.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 3 of 23 bits, and the exponent's bias 7, not 127
+    small = (tl.abs(y) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000  # multiples of 2⁻⁹, as the sum rounds to them
+    code = tl.minimum(tl.where(size < 0x3C800000, small, normal), 0x7E)
+    code = tl.where(size > 0x7F800000, 0x7F, code)
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
 @triton.jit(do_not_specialize=["slots"])
 def _rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, cos, sin, q_weight, k_weight, eps,
                   page_stride, table_width, slots,
                   H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, PAGE: tl.constexpr,
-                  NORM: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  NORM: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, FP8: tl.constexpr,
+                  PDL: tl.constexpr):  # fmt: skip
     """Normalises and rotates q and k of one slot, HEADS heads at a time, and stores k and v in the KV cache. A head is read as
     two halves, which rotate together. ``qkv`` is read last: the other loads overlap with the matrix product before it."""
     if PDL:
@@ -241,11 +267,19 @@ def _rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, cos, 
     tl.store(to_q, rotated_one.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
     tl.store(to_q + D // 2, rotated_two.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
     if length >= 0:
-        rows = (h - H)[:, None] * PAGE * D + (length % PAGE) * D  # values follow keys: head K of them is the first of values
-        to_cache = cache + page * page_stride + rows + half[None, :]
+        ROW: tl.constexpr = D + 4 if FP8 else D
+        of_head = cache + page * page_stride + (h - H) * PAGE * ROW  # values follow keys: head K is the first of values
+        to_cache = of_head[:, None] + (length % PAGE) * D + half[None, :]
         is_kv = inside & (h >= H)[:, None]
-        tl.store(to_cache, rotated_one.to(cache.dtype.element_ty), mask=is_kv)
-        tl.store(to_cache + D // 2, rotated_two.to(cache.dtype.element_ty), mask=is_kv)
+        if FP8:
+            step = _e4m3_scale(tl.maximum(tl.max(tl.abs(rotated_one), 1), tl.max(tl.abs(rotated_two), 1)))
+            tl.store(to_cache, _to_e4m3(rotated_one, step), mask=is_kv)
+            tl.store(to_cache + D // 2, _to_e4m3(rotated_two, step), mask=is_kv)
+            to_scale = (of_head + PAGE * D).to(tl.pointer_type(tl.float32)) + length % PAGE
+            tl.store(to_scale, step, mask=(h >= H) & (h < H + 2 * K))
+        else:
+            tl.store(to_cache, rotated_one.to(cache.dtype.element_ty), mask=is_kv)
+            tl.store(to_cache + D // 2, rotated_two.to(cache.dtype.element_ty), mask=is_kv)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -254,7 +288,7 @@ def _any_rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, c
                       H: tl.constexpr, K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, QP: tl.constexpr, KP: tl.constexpr,
                       PAGE: tl.constexpr, SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, NORM: tl.constexpr,
                       ALL_HEADS: tl.constexpr, ADDS_ONE: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
-                      PDL: tl.constexpr):  # fmt: skip
+                      FP8: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """As `_rotate_store`, for any rotary embedding: the first SIZE numbers of a head turn with their partners, which are read a
     second time. ALL_HEADS: the norm is over all heads of q, and of k."""
     if PDL:
@@ -321,9 +355,16 @@ def _any_rotate_store(qkv, q_out, cache, page_S, prompt_length, suffix_length, c
         x = tl.where(is_v[:, None], x, x * c + sign[None, :] * y * s)
     tl.store(q_out + slot * H * D + h[:, None] * D + at[None, :], x.to(q_out.dtype.element_ty), mask=inside & is_q[:, None])
     if length >= 0:
-        rows = (h - H)[:, None] * PAGE * D + (length % PAGE) * D
-        to_cache = cache + page * page_stride + rows + at[None, :]
-        tl.store(to_cache, x.to(cache.dtype.element_ty), mask=inside & (h >= H)[:, None])
+        ROW: tl.constexpr = D + 4 if FP8 else D
+        of_head = cache + page * page_stride + (h - H) * PAGE * ROW
+        to_cache = of_head[:, None] + (length % PAGE) * D + at[None, :]
+        if FP8:
+            step = _e4m3_scale(tl.max(tl.abs(x), 1))
+            tl.store(to_cache, _to_e4m3(x, step), mask=inside & (h >= H)[:, None])
+            to_scale = (of_head + PAGE * D).to(tl.pointer_type(tl.float32)) + length % PAGE
+            tl.store(to_scale, step, mask=(h >= H) & (h < H + 2 * K))
+        else:
+            tl.store(to_cache, x.to(cache.dtype.element_ty), mask=inside & (h >= H)[:, None])
 
 
 class RopeTables(NamedTuple):
@@ -356,21 +397,26 @@ def rotate_store(
     suffix_length_S: Tensor,
     rope: RopeTables | None,
     norms: HeadNorms | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Norm q and k if the model does, apply the rotary embedding, and store keys and values in the cache; returns q [S, H, d].
+    """Norm q and k if the model does, apply the rotary embedding, and store keys and values in the cache; returns q [S, H, d]
+    in ``dtype``.
 
     ``qkv`` is [S, E], or [parts, S, E] to be summed. A pair (x₁, x₂) becomes (x₁ cos − x₂ sin, x₂ cos + x₁ sin).
     """
     S, E = qkv.shape[-2:]
-    _, _, _, K, page, d = cache.shape
+    _, _, _, K, page, row = cache.shape
+    is_fp8 = cache.dtype == torch.uint8
+    d = row - SCALE_BYTES if is_fp8 else row
     H = E // d - 2 * K
-    q = torch.empty((S, H, d), dtype=cache.dtype, device=qkv.device)
+    q = torch.empty((S, H, d), dtype=dtype, device=qkv.device)
     heads = min(8, triton.next_power_of_2(H + 2 * K))
     q_weight, k_weight, eps, adds_one = norms or (qkv, qkv, 0.0, False)
     all_heads = norms is not None and (q_weight.numel() != d or k_weight.numel() != d)
     tables = (page_SP, prompt_length_S, suffix_length_S, *(rope or (qkv, qkv))[:2])
     rest = (q_weight, k_weight, eps, cache.stride(0), page_SP.shape[1], S)
     sizes = {"H": H, "K": K, "D": d, "PAGE": page, "NORM": norms is not None, "HEADS": heads, "PARTS": qkv.numel() // (S * E)}
+    sizes["FP8"] = is_fp8
     grid = (S, triton.cdiv(H + 2 * K, heads))
     if rope is not None and rope.size == d and not (rope.is_interleaved or all_heads or adds_one):
         _rotate_store[grid](
@@ -390,7 +436,7 @@ def rotate_store(
 @triton.jit(do_not_specialize=["tokens"])
 def _store(k, v, cache, table, start_B, length_B, k_batch, k_head, k_token, v_batch, v_head, v_token,
            page_stride, table_width, tokens,
-           K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
+           K: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr, FP8: tl.constexpr,
            PDL: tl.constexpr):  # fmt: skip
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -401,22 +447,34 @@ def _store(k, v, cache, table, start_B, length_B, k_batch, k_head, k_token, v_ba
     position = start + t
     live = (t < tokens) & (position < tl.load(length_B + b)) & (start >= 0)
     page = tl.load(table + b * table_width + position // PAGE, mask=live, other=0).to(tl.int64)
-    to = cache + (page * page_stride + head * PAGE * D + (position % PAGE) * D)[:, None] + at[None, :]
+    ROW: tl.constexpr = D + 4 if FP8 else D
+    of_head = cache + page * page_stride + head * PAGE * ROW
+    to = (of_head + (position % PAGE) * D)[:, None] + at[None, :]
     inside = live[:, None] & (at < D)[None, :]
     from_k = k + b.to(tl.int64) * k_batch + head * k_head + t[:, None] * k_token + at[None, :]
     from_v = v + b.to(tl.int64) * v_batch + head * v_head + t[:, None] * v_token + at[None, :]
-    tl.store(to, tl.load(from_k, mask=inside, other=0.0), mask=inside)
-    tl.store(to + K * PAGE * D, tl.load(from_v, mask=inside, other=0.0), mask=inside)
+    keys = tl.load(from_k, mask=inside, other=0.0)
+    values = tl.load(from_v, mask=inside, other=0.0)
+    if FP8:
+        keys, values = keys.to(tl.float32), values.to(tl.float32)
+        k_scale, v_scale = _e4m3_scale(tl.max(tl.abs(keys), 1)), _e4m3_scale(tl.max(tl.abs(values), 1))
+        to_scale = (of_head + PAGE * D).to(tl.pointer_type(tl.float32)) + position % PAGE
+        tl.store(to_scale, k_scale, mask=live)
+        tl.store(to_scale + K * PAGE * ROW // 4, v_scale, mask=live)
+        keys, values = _to_e4m3(keys, k_scale), _to_e4m3(values, v_scale)
+    tl.store(to, keys, mask=inside)
+    tl.store(to + K * PAGE * ROW, values, mask=inside)
 
 
 def store(k: Tensor, v: Tensor, cache: Tensor, layer: int, table_BP: Tensor, start_B: Tensor, length_B: Tensor) -> None:
     """Store keys and values [B, K, tokens, d] in the cache from position ``start`` on, up to ``length``; nothing if start is
-    −1."""
+    −1. A cache of FP8 numbers gets them rounded, with their scales."""
     B, K, tokens, d = k.shape
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
     block = min(16, triton.next_power_of_2(tokens))
     _store[(B, K, triton.cdiv(tokens, block))](
         k, v, cache[:, layer], table_BP, start_B, length_B, *k.stride()[:3], *v.stride()[:3], cache.stride(0),
         table_BP.shape[1], tokens,
-        K=K, D=d, DP=triton.next_power_of_2(d), PAGE=cache.shape[4], BT=block, num_warps=1, **pdl_options(k.device),
+        K=K, D=d, DP=triton.next_power_of_2(d), PAGE=cache.shape[4], BT=block, FP8=cache.dtype == torch.uint8, num_warps=1,
+        **pdl_options(k.device),
     )  # fmt: skip

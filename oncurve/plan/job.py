@@ -11,7 +11,7 @@ from oncurve.errors import RecipeError, did_you_mean
 from oncurve.plan.hardware import Gpu
 from oncurve.plan.model_shape import ModelShape
 from oncurve.recipe.schema.recipe import Recipe
-from oncurve.recipe.schema.sections import Engine
+from oncurve.recipe.schema.sections import Engine, KVDtype
 from oncurve.recipe.schema.stages import Distil, Trpo
 
 Sharding = Literal["none", "optimiser", "full"]
@@ -80,6 +80,7 @@ class Job:
     tensor: int = 1
     """GPUs of a tensor-parallel group."""
     pool_share: float = Engine().pool_share
+    kv_dtype: KVDtype = "auto"
     quantise: str | None = None
     """The format of a frozen base model under an adapter."""
     reward_model: ModelShape | None = None

@@ -62,6 +62,8 @@ RESERVE = 0.03
 """Fraction of the device left free, for fragmentation and other programs."""
 PAGE_GPU, PAGE_CPU = 512, 64
 """Positions in a page of the KV cache."""
+FP8_SCALE_BYTES = 4
+"""Bytes of the scale of one key or value in a KV cache of FP8 numbers."""
 ADAPTERS = 7
 """Linear layers of a decoder layer that have an adapter by default: all."""
 SPARE = 0.9
@@ -306,7 +308,14 @@ def _useful_kv(job: Job) -> float:
 def page_bytes(job: Job, tokens: int) -> float:
     """KV cache of a sequence of tokens, in complete pages."""
     page = PAGE_CPU if job.gpu.is_cpu else PAGE_GPU
-    return math.ceil(tokens / page) * page * job.shape.kv_bytes(job.dtype_bytes)
+    return math.ceil(tokens / page) * page * kv_bytes(job)
+
+
+def kv_bytes(job: Job) -> float:
+    """KV cache of one token in all layers. With FP8 on a GPU a number takes a byte, and each key and value a scale."""
+    if job.kv_dtype == "fp8" and not job.gpu.is_cpu:
+        return job.shape.kv_bytes(1) * (1 + FP8_SCALE_BYTES / job.shape.head_size)
+    return job.shape.kv_bytes(job.dtype_bytes)
 
 
 def slots_in_flight(job: Job) -> int:

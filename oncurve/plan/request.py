@@ -86,7 +86,7 @@ def job_of_stage(recipe: Recipe, stage: Stage, gpu: Gpu, prompt_tokens: int, alp
     base = replace(job_of(stage, shape, gpu, prompt_tokens), dtype=recipe.model.dtype, **_adapter(recipe.model))
     if recipe.engine.slots is not None:
         base = replace(base, slots=recipe.engine.slots)
-    base = replace(base, pool_share=recipe.engine.pool_share)
+    base = replace(base, pool_share=recipe.engine.pool_share, kv_dtype=recipe.engine.kv_dtype)
     if recipe.scale.ranks > 1:
         scale = recipe.scale
         base = replace(base, gpus=scale.ranks, sharding=scale.shard, gather=scale.gather, tensor=scale.tensor)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from oncurve.plan import hardware
 from oncurve.plan.hardware import Efficiency, Gpu
 from oncurve.plan.job import Job
-from oncurve.plan.memory import checkpointed_layers, layer_bytes, slots_in_flight, uses_fused_kernels
+from oncurve.plan.memory import checkpointed_layers, kv_bytes, layer_bytes, slots_in_flight, uses_fused_kernels
 from oncurve.plan.model_shape import ModelShape
 
 MEMORY_PASSES = {"fused": (1.7, 3.1), "modules": (7.5, 12.5)}
@@ -158,7 +158,7 @@ def decode_seconds(job: Job, rates: Rates) -> float:
     shape, b, of = job.shape, job.dtype_bytes, rates.of
     slots = slots_in_flight(job)
     cached = min(job.rank_prompts, slots) * job.prompt_tokens + slots * job.mean_tokens / 2
-    read = b * (shape.multiplied_in_all + shape.head_parameters) + cached * shape.kv_bytes(b) + slots * shape.vocabulary * 12
+    read = b * (shape.multiplied_in_all + shape.head_parameters) + cached * kv_bytes(job) + slots * shape.vocabulary * 12
     read += 2 * slots * shape.state_bytes(b)
     flops = 2 * slots * (shape.multiplied + shape.head_parameters)
     split = job.gpus if job.sharding == "full" else 1

@@ -28,10 +28,10 @@ OFF_POLICY_IMPORTANCE_CAP = 2.0
 def with_importance_cap(recipe: Recipe) -> tuple[Stage, ...]:
     """The stages, with truncated importance sampling turned on if sampler and learner are not the same policy.
 
-    With `scale.engine = "vllm"`, staleness or `carry_over`, tokens are weighted by min(π_learner/π_sampler, 2), unless the
-    stage sets `importance_cap`, `mismatch_limit` or `correction`.
+    With `scale.engine = "vllm"`, `engine.kv_dtype = "fp8"`, staleness or `carry_over`, tokens are weighted by
+    min(π_learner/π_sampler, 2), unless the stage sets `importance_cap`, `mismatch_limit` or `correction`.
     """
-    differs = recipe.scale.engine != "native" or recipe.scale.max_staleness > 0
+    differs = recipe.scale.engine != "native" or recipe.scale.max_staleness > 0 or recipe.engine.kv_dtype == "fp8"
 
     def is_corrected(stage: Stage) -> bool:
         return stage.needs_importance_cap and (differs or (isinstance(stage, Grpo) and stage.carry_over > 0))

@@ -160,6 +160,12 @@ def _check_drafts(recipe: Recipe) -> Problems:
         yield RecipeError("engine.draft", recipe.engine.draft, because=because, fix=fix)
 
 
+def _check_kv_dtype(recipe: Recipe) -> Problems:
+    if recipe.engine.kv_dtype == "fp8" and recipe.scale.engine != "native":
+        because = 'vLLM samples (scale.engine = "vllm"), and only the native engine has this KV cache'
+        yield RecipeError("engine.kv_dtype", "fp8", because=because, fix='use "auto", or scale.engine = "native"')
+
+
 def _check_warmup(recipe: Recipe, stage: Stage) -> Problems:
     updates, warmup = stage.steps * stage.updates_in_step, stage.optimiser.warmup_steps
     if warmup > updates:
@@ -558,6 +564,7 @@ RECIPE_CHECKS: tuple[Callable[[Recipe], Problems], ...] = (
     _check_agents,
     _check_history,
     _check_drafts,
+    _check_kv_dtype,
     _check_float16,
 )
 STAGE_CHECKS: dict[type[StageBase], tuple[Callable[[Recipe, Any], Problems], ...]] = {

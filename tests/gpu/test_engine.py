@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from oncurve.engines.base import SampleKey
 from oncurve.engines.cuda.decode_step import build_step
 from oncurve.engines.native.engine import NativeEngine
+from oncurve.kernels import decode_attention
 from oncurve.kernels.decode_matmul import block_for
 from oncurve.models import lora
 from oncurve.models.policy import Policy
@@ -160,6 +161,23 @@ def test_a_completion_is_the_same_bits_whatever_else_is_queued(name: str, dtype:
         assert bits(sample(engine(name, dtype), (length,), 4, sampling)[0].completions) == bits(group.completions)
     backwards = sample(engine(name, dtype), LENGTHS[::-1], 4, sampling)
     assert [bits(g.completions) for g in backwards[::-1]] == [bits(g.completions) for g in together]
+
+
+@pytest.mark.parametrize("dtype", [*BOTH, torch.float16])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "smollm3"])
+def test_an_fp8_cache_moves_log_probs_a_little_and_keeps_every_bit(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else is queued; and the conversion of GPUs without FP8 instructions gives the same bits."""
+    policy, settings = Policy(copy.deepcopy(model_of(name)).to("cuda", dtype), tokenizer()), Engine(slots=8, kv_dtype="fp8")
+    own, sampling = NativeEngine(policy, settings), Sampling(max_new_tokens=70)
+    together = sample(own, LENGTHS, 4, sampling)
+    found = errors(own, together, 1.0)
+    assert 1e-3 < float(found.mean()) < 0.1
+    assert bits(sample(own, LENGTHS[-1:], 4, sampling)[0].completions) == bits(together[-1].completions)
+    monkeypatch.setattr(decode_attention, "_converts_fp8", lambda device: False)
+    converted = sample(NativeEngine(policy, settings), LENGTHS, 4, sampling)
+    assert [bits(g.completions) for g in converted] == [bits(g.completions) for g in together]
 
 
 @pytest.mark.parametrize(

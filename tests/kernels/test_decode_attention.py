@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from oncurve.kernels import decode_attention
 from oncurve.kernels.decode_attention import LaunchShape, PageTables, PartialSoftmax, Tiles, attend
 
 PAGE, LAYERS = 32, 2
@@ -173,3 +174,59 @@ def test_idle_slots_are_left_out_and_a_longer_launch_changes_no_bit() -> None:
     alone.tables.suffix_length[2:] = -1
     alone.tables.members[:, 1:] = -1
     assert torch.equal(run(alone, 0.3)[0], found[0])
+
+
+POSITIVE = torch.tensor([(c % 8 / 8 + (c > 7)) * 2.0 ** (max(c // 8, 1) - 7) for c in range(127)], dtype=torch.float64)
+"""The numbers of e4m3 from 0 to 448, by their codes."""
+
+
+def in_fp8(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """A pool of bytes, and the same numbers in float64; what nobody wrote stays NaN. Ties go to the even code."""
+    numbers = pool.double().cpu()
+    scale = (numbers.abs().amax(-1).float() * (1 / 448)).double()
+    size = (numbers / scale[..., None]).abs().nan_to_num(0.0)
+    code = torch.searchsorted((POSITIVE[:-1] + POSITIVE[1:]) / 2, size)
+    is_tie = (code < 126) & (size == ((POSITIVE[:-1] + POSITIVE[1:]) / 2)[code.clamp(max=125)])
+    code = code + (is_tie & (code % 2 == 1))
+    codes = (code + 128 * (numbers < 0)).to(torch.uint8)
+    codes[numbers.isnan()] = 0x7F
+    stored = torch.cat((codes.flatten(4), scale.float().view(torch.uint8).flatten(4)), 4)
+    again = torch.where(numbers.isnan(), torch.nan, POSITIVE[code] * numbers.sign() * scale[..., None])
+    return stored.view(*pool.shape[:5], -1).to(DEVICE), again.to(DEVICE)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-5), (torch.float16, 2e-3)], ids=str)
+def test_fp8_numbers_are_multiplied_by_their_scales(
+    dtype: torch.dtype, within: float, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the GPU's conversion and with ours. In float16, weights times the scales of small values alone would be lost."""
+    monkeypatch.setattr(decode_attention, "_converts_fp8", lambda device: native)
+    case = make(6, 2, 24, [40, 1, 70], [0, 0, 1, 2], [3, 33, 0, 64], dtype)
+    case.pool[:, :, 1] *= 1e-3
+    case.pool[:, :, :, :, ::5, 7] = 600.0
+    case.pool, exact = in_fp8(case.pool)
+    found = run(case, 0.2, listed=True)
+    case.pool = exact
+    assert_close(case, found, 0.2, None, None, within)
+
+
+@pytest.mark.parametrize("outlier", [1.0, 600.0])
+def test_fp8_moves_attention_by_no_more_than_its_format_allows(outlier: float) -> None:
+    """A number is off by 1/16 of itself, or by half of the step 2⁻⁹ of the smallest numbers. So a score is off by
+    δ ≤ scale · Σ |q| · error of k, a weight by a factor of e^±2δ, and the output by (e^2δ − 1) · max |v| + max error of v."""
+    case = make(4, 2, 16, [40], [0, 0], [5, 33])
+    channel = case.pool[:, :, 0, :, :, 3]
+    channel.copy_(torch.where(channel.isnan(), torch.nan, outlier * channel.sign()))
+    plain = run(case, 0.05)
+    exact = case.pool.double()
+    case.pool, rounded = in_fp8(case.pool)
+    found = run(case, 0.05)
+    error = torch.maximum(exact.abs() / 16, exact.abs().amax(-1, keepdim=True) / 448 * 2**-10)
+    assert bool(((rounded - exact).abs() <= error * (1 + 1e-6))[exact.isfinite()].all())
+    k_error, v_error = (rounded - exact).abs().nan_to_num(0.0)[:, 1].unbind(1)
+    delta = 0.05 * float(torch.einsum("shd,pknd->shkpn", case.q.double().abs(), k_error).max())
+    values = exact[:, 1, 1].nan_to_num(0.0).abs().max()
+    bound = (float(torch.tensor(2 * delta).exp()) - 1) * float(values) + float(v_error.max())
+    moved = float((found - plain).abs().max())
+    assert 1e-4 < moved <= bound < 4.0, (moved, bound)

@@ -127,9 +127,9 @@ def test_rotary_positions_and_the_pool(H: int, K: int, d: int, kind: Heads) -> N
     wide = (H * d, K * d) if kind.norm == "all" else (d, d)
     weights = noise(wide[0], seed=1), noise(wide[1], seed=2)
     norms = None if kind.norm == "none" else HeadNorms(*weights, 1e-6, kind.adds_one)
-    q = decode_layers.rotate_store(qkv, pool, 1, pages, prompt, suffix, rope, norms)
+    q = decode_layers.rotate_store(qkv, pool, 1, pages, prompt, suffix, rope, norms, torch.float32)
     parts = torch.stack((qkv - 1, torch.ones_like(qkv)))
-    summed = decode_layers.rotate_store(parts, pool.clone(), 1, pages, prompt, suffix, rope, norms)
+    summed = decode_layers.rotate_store(parts, pool.clone(), 1, pages, prompt, suffix, rope, norms, torch.float32)
     assert close(summed[[0, 2]], q[[0, 2]], 1e-5)
     heads = qkv.double().view(3, -1, d)
     want_q, want_k, want_v = heads[:, :H], heads[:, H : H + K], heads[:, H + K :]
@@ -175,3 +175,54 @@ def test_a_prompt_is_stored_from_where_it_goes_on_up_to_its_length() -> None:
             assert torch.equal(pool[page, 0, 1, :, place], v[b, :, t])
             written[page, 0, :, :, place] = True
     assert bool((pool.isnan() == ~written).all())
+
+
+def in_fp8(pool: Tensor) -> Tensor:
+    """A pool of bytes with the numbers of another: codes, then scales (`decode_attention`)."""
+    scale = pool.abs().amax(-1).clamp(min=2.0**-100) * (1 / 448)
+    codes = (pool / scale[..., None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    return torch.cat((codes.flatten(4), scale.view(torch.uint8).flatten(4)), 4).view(*pool.shape[:5], -1)
+
+
+@pytest.mark.parametrize("kind", [QWEN3, Heads("all", 8, interleaved=True)], ids=str)
+def test_a_pool_of_bytes_gets_new_tokens_in_fp8(kind: Heads) -> None:
+    """The same numbers as another pool, rounded; a channel is 600. Slot 1 is idle, and nothing else is touched."""
+    H, K, d = 4, 2, 24
+    pool, qkv = torch.zeros((5, 2, 2, K, PAGE, d), device=DEVICE), noise(3, 8 * d)
+    stored = in_fp8(pool)
+    qkv[:, (H + 1) * d + 20] = qkv[:, (H + K) * d + 3] = 600.0
+    angle = noise(40, (kind.size or d) // 2, seed=3)
+    rope, wide = RopeTables(angle.cos(), angle.sin(), kind.interleaved), (H * d, K * d) if kind.norm == "all" else (d, d)
+    norms = HeadNorms(noise(wide[0], seed=1), noise(wide[1], seed=2), 1e-6)
+    where = ints(0, 3, 1, 1, 4, 2).view(3, 2), ints(11, 7, 0), ints(PAGE, -1, 0)
+    q, q_fp8 = (decode_layers.rotate_store(qkv, x, 1, *where, rope, norms, torch.float32) for x in (pool, stored))
+    assert torch.equal(q[[0, 2]], q_fp8[[0, 2]])
+    assert float(pool.abs().max()) == 600.0
+    assert torch.equal(stored, in_fp8(pool))
+
+
+def test_a_pool_of_bytes_gets_prompts_in_fp8() -> None:
+    """Numbers of every size, a channel of 600, a zero vector, ties, and the largest float32. None saturates or is NaN."""
+    K, d = 2, 24
+    k, v = (noise(2, K, 20, d, seed=s) * (4 * noise(2, K, 20, d, seed=s + 2)).exp() for s in (0, 1))
+    k[:, :, :, 5], v[0, 0, 0], v[0, 0, 1] = -600.0, 0.0, 3e38 * noise(d, seed=7).clamp(-1, 1)
+    k[0, 0, 1] = torch.arange(d, device=DEVICE) + 0.5
+    k[0, 0, 1, 0] = 448.0  # so that the scale is 1
+    pool = torch.zeros((9, 2, 2, K, PAGE, d), device=DEVICE)
+    stored = in_fp8(pool)
+    for target in (pool, stored):
+        decode_layers.store(k, v, target, 1, ints(0, 5, 2, 8, 1, 3).view(2, 3), ints(3, 0), ints(19, 20))
+    assert torch.equal(stored, in_fp8(pool))
+    codes = stored.flatten(4)[..., : PAGE * d]
+    assert not bool((codes & 0x7F == 0x7F).any())
+
+
+@pytest.mark.parametrize("x", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_nan_in_fp8(x: float) -> None:
+    """A broken model must not get finite log-probs."""
+    k, stored = noise(1, 1, 2, 16), torch.zeros((1, 1, 2, 1, PAGE, 20), dtype=torch.uint8, device=DEVICE)
+    k[0, 0, 1, 3] = x
+    decode_layers.store(k, k, stored, 0, ints(0).view(1, 1), ints(0), ints(2))
+    codes = stored[0, 0, 0, 0].flatten()[: PAGE * 16].view(PAGE, 16)
+    assert int(codes[1, 3]) & 0x7F == 0x7F
+    assert not bool((codes[0] & 0x7F == 0x7F).any())

@@ -75,7 +75,10 @@ def test_the_kv_cache_by_hand() -> None:
     A token: 2 layers × 2 (K and V) × 2 heads of 16 × 2 bytes = 256 bytes."""
     assert kv_pool(job(prompt_tokens=600)) == (4 * 2 + 32) * 512 * 256
     assert kv_pool(job(prompt_tokens=600, slots=8)) == (4 * 2 + 8) * 512 * 256
-    assert kv_pool(replace(job(dtype="float32"), gpu=this_cpu())) == (4 * 2 + 32 * 4) * 64 * 512  # pages of 64, 4 bytes
+    in_float32 = replace(job(dtype="float32"), gpu=this_cpu())
+    assert kv_pool(in_float32) == (4 * 2 + 32 * 4) * 64 * 512  # pages of 64, 4 bytes
+    assert kv_pool(replace(job(prompt_tokens=600), kv_dtype="fp8")) == (4 * 2 + 32) * 512 * 2 * 2 * 2 * (16 + 4)  # and a scale
+    assert kv_pool(replace(in_float32, kv_dtype="fp8")) == kv_pool(in_float32), "on a CPU numbers are only rounded"
 
 
 def test_the_kv_cache_takes_a_fraction_of_the_free_memory_and_completions_wait() -> None:

@@ -69,6 +69,7 @@ IMPOSSIBLE = [
     (["sft.data=stage:kept"], "sft.data", "rejection_sample before 'sft' are: none"),
     (["rewards=[{type='model', model='stage:sft'}]"], "rewards.model.model", "reward_model before 'grpo' are: none"),
     (["engine.draft=group", "scale.engine=vllm"], "engine.draft", "vLLM samples"),
+    (["engine.kv_dtype=fp8", "scale.engine=vllm"], "engine.kv_dtype", "vLLM samples"),
     ([f"{FREE}, sampling={{top_k=4}}}}]"], "training_free.sampling.top_k", "no such option"),
     ([f"{FREE}, sampling={{min_p=0.1}}}}]"], "training_free.sampling.min_p", "no such option"),
     ([f"{FREE}, sampling={{min_new_tokens=4}}}}]"], "training_free.sampling.min_new_tokens", "no such option"),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from oncurve.engines import token_sampling
-from oncurve.engines.cuda.paged_kv_cache import PAGE, KVShape
+from oncurve.engines.cuda.paged_kv_cache import KVShape
 from oncurve.kernels import sampling as kernels
 from oncurve.kernels.decode_attention import LaunchShape, PageTables, PartialSoftmax, attend
 from oncurve.kernels.decode_layers import (
@@ -179,8 +179,9 @@ class FusedStep:
             qkv = _linear(h, block.qkv)
             rope = None if form.rope is None else self.ropes[form.rope]
             q = rotate_store(
-                qkv, cache, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, rope, _head_norms(form)
-            )
+                qkv, cache, i, tables.suffix_page, tables.prompt_length, tables.suffix_length, rope, _head_norms(form),
+                words.dtype,
+            )  # fmt: skip
             a = attend(q, cache, i, tables, launch, buffers.parts, form.scale, form.window, form.softcap)
             o = _linear(a.flatten(1), block.out)
             after, scale = _rule(form.attention_norm), form.residual_scale
@@ -258,7 +259,7 @@ def compare_steps(policy: Policy, shape: KVShape) -> bool:
     for step in (build_step(policy), ModuleStep(policy)):
         buffers = DecodeBuffers(BufferSizes(2, 1, 1, 1, 1), shape, 1, device)
         buffers.tables.suffix_page.copy_(torch.arange(2, device=device)[:, None])
-        pages = torch.zeros((2, shape.layers, 2, shape.key_heads, PAGE, shape.head_size), dtype=shape.dtype, device=device)
+        pages = torch.zeros(shape.pages_shape(2), dtype=shape.stored_dtype, device=device)
         for position in range(tokens):
             buffers.tables.suffix_length.fill_(position)
             buffers.slots.token.copy_(ids_TS[position])

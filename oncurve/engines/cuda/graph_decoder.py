@@ -79,7 +79,7 @@ class GraphDecoder:
         if policy.fast_backbone is None and policy.fused_weights is None:
             what = "adapter (DoRA, dropout, quantised weights or another family)" if lora.is_attached(policy.model) else "class"
             log.info("%s decodes through its own modules: no fused path for this %s", type(policy.model).__name__, what)
-        return cls(policy, settings, shape)
+        return cls(policy, settings, replace(shape, is_fp8=settings.kv_dtype == "fp8"))
 
     def prepare(
         self, requests: Sequence[SampleRequest], slots: int, width: int = 1, *, records_routing: bool = False

@@ -2,11 +2,15 @@
 
 A page holds PAGE positions of one prompt or of one suffix, for every layer: [pages, layers, 2, K, PAGE, d]. A group's prompt is
 stored once, in pages that all its completions read; a completion owns only the pages of its suffix, taken as it grows.
+
+With ``engine.kv_dtype = "fp8"`` pages hold bytes: FP8 numbers and their scales (see ``kernels/decode_attention.py``). A prefill
+then attends to rounded keys and values too, those of the tokens that it computes included.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,8 +21,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from oncurve.engines.cuda.virtual_memory import OutOfDeviceMemory, VirtualRange
-from oncurve.engines.native.kv_cache import attend_by_scores, attend_to_stored
-from oncurve.kernels.decode_layers import store
+from oncurve.engines.native.kv_cache import attend_by_scores, attend_to_stored, rounded_to_fp8
+from oncurve.kernels.decode_layers import SCALE_BYTES, store
 from oncurve.models.attention_interface import ScoreRule, causal_mask
 from oncurve.models.device_memory import free_memory
 from oncurve.models.policy import Policy
@@ -41,6 +45,8 @@ class KVShape:
     dtype: torch.dtype
     states: Mapping[int, LayerState] = field(default_factory=dict)
     """By recurrent layer, the empty state of one sequence."""
+    is_fp8: bool = False
+    """Whether pages hold FP8 numbers with scales instead of ``dtype``."""
 
     @property
     def layers(self) -> int:
@@ -53,8 +59,17 @@ class KVShape:
         return {layer: row for row, layer in enumerate(self.attention_layers)}
 
     @property
+    def stored_dtype(self) -> torch.dtype:
+        """The dtype of the cache's tensor."""
+        return torch.uint8 if self.is_fp8 else self.dtype
+
+    def pages_shape(self, pages: int) -> tuple[int, ...]:
+        """The shape of the cache's tensor."""
+        return (pages, self.layers, 2, self.key_heads, PAGE, self.head_size + (SCALE_BYTES if self.is_fp8 else 0))
+
+    @property
     def page_bytes(self) -> int:
-        return self.layers * 2 * self.key_heads * PAGE * self.head_size * self.dtype.itemsize
+        return math.prod(self.pages_shape(1)) * self.stored_dtype.itemsize
 
 
 class _ShapeProbe:
@@ -102,10 +117,6 @@ class PagedKVCache:
             except (OSError, RuntimeError, AttributeError) as error:
                 log.warning("the KV cache keeps its memory between steps: addresses can't be reserved on this GPU (%s)", error)
 
-    def _tensor_shape(self, pages: int) -> tuple[int, ...]:
-        s = self.shape
-        return (pages, s.layers, 2, s.key_heads, PAGE, s.head_size)
-
     def open(self, first: int, most: int, share: float) -> None:
         """Take memory for ``first`` pages now and up to ``most`` later, but at most ``share`` of the free memory."""
         if self.device.type == "cuda":
@@ -118,7 +129,7 @@ class PagedKVCache:
 
     @property
     def data(self) -> Tensor:
-        """The pages: [pages, layers, 2, K, PAGE, d]."""
+        """The pages: [pages, layers, 2, K, PAGE, d], or [pages, layers, 2, K, PAGE, d + SCALE_BYTES] bytes with FP8."""
         assert self._data is not None, "the cache has not been opened"
         return self._data
 
@@ -146,7 +157,8 @@ class PagedKVCache:
                 if attempt:
                     return False
         if self._data is None:
-            self._data = self.range.tensor(self._tensor_shape(self.range.size // self.shape.page_bytes), self.shape.dtype)
+            pages_in_range = self.range.size // self.shape.page_bytes
+            self._data = self.range.tensor(self.shape.pages_shape(pages_in_range), self.shape.stored_dtype)
         self.free.extend(range(pages - 1, self.mapped - 1, -1))
         self.mapped = pages
         return True
@@ -154,7 +166,7 @@ class PagedKVCache:
     def _allocate(self, pages: int) -> None:
         if self._data is None or len(self._data) < pages:
             self._data = None
-            self._data = torch.zeros(self._tensor_shape(pages), dtype=self.shape.dtype, device=self.device)
+            self._data = torch.zeros(self.shape.pages_shape(pages), dtype=self.shape.stored_dtype, device=self.device)
         self.free, self.mapped = list(range(pages - 1, -1, -1)), pages
 
     def begin_to_close(self) -> None:
@@ -213,14 +225,15 @@ class PagedPrefill:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         layer = self.row_of_layer[layer]
-        store(k, v, self.cache, layer, self.table_BP, self.start_B, self.length_B)
+        k, v = _store_rounded(k, v, self.cache, layer, self.table_BP, self.start_B, self.length_B)
         sees_all = rule.window is None or rule.window >= len(self.positions)
         if rule.has_kernel and sees_all and not self.start:
             q, k, v = (_aligned(x) for x in (q, k, v))
             out = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=rule.scale, enable_gqa=True)
             return out.transpose(1, 2)
         if self.start:
-            k, v = (torch.cat((x, y), 2) for x, y in zip(self._stored(layer), (k, v), strict=True))
+            stored = _read_pages(self.cache, layer, self.table_BP, self.start, k.dtype)
+            k, v = (torch.cat((x, y), 2) for x, y in zip(stored, (k, v), strict=True))
         mask = causal_mask(self.positions[self.start :, None], self.positions[None, :], rule.window)
         if not rule.has_kernel:
             return attend_by_scores(q, k, v, mask, rule)
@@ -237,14 +250,24 @@ class PagedPrefill:
                 out[i : i + 1, :tokens], states[layer] = run(hidden[i : i + 1, :tokens], states.get(layer))
         return out
 
-    def _stored(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Keys and values before ``start``, [B, K, start, d]."""
-        return _read_pages(self.cache, layer, self.table_BP, self.start)
+
+def _store_rounded(
+    k: Tensor, v: Tensor, cache: Tensor, row: int, table_BP: Tensor, start_B: Tensor, length_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Store keys and values, and return them as the cache has them."""
+    store(k, v, cache, row, table_BP, start_B, length_B)
+    return (rounded_to_fp8(k), rounded_to_fp8(v)) if cache.dtype == torch.uint8 else (k, v)
 
 
-def _read_pages(cache: Tensor, row: int, table_BP: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def _read_pages(cache: Tensor, row: int, table_BP: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Keys and values of the first ``length`` positions of these pages, [B, K, length, d]."""
     pages = cache[:, row][table_BP[:, : -(-length // PAGE)].long()]  # [B, pages, 2, K, PAGE, d]
+    if cache.dtype == torch.uint8:
+        d = cache.shape[5] - SCALE_BYTES
+        rows = pages.flatten(4)
+        codes, scales = rows[..., : PAGE * d], rows[..., PAGE * d :].contiguous().view(torch.float32)
+        numbers = codes.reshape(*pages.shape[:5], d).view(torch.float8_e4m3fn).float()
+        pages = (numbers * scales[..., None]).to(dtype)
     k, v = (pages[:, :, i].transpose(1, 2).flatten(2, 3)[:, :, :length] for i in (0, 1))
     return k, v
 
@@ -270,9 +293,9 @@ class PagedReply:
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
         row = self.row_of_layer[layer]
-        store(k, v, self.cache, row, self.own_pages, self.start_B, self.end_B)
+        k, v = _store_rounded(k, v, self.cache, row, self.own_pages, self.start_B, self.end_B)
         prompt, suffix = (
-            _read_pages(self.cache, row, pages, length)
+            _read_pages(self.cache, row, pages, length, k.dtype)
             for pages, length in ((self.prompt_pages, self.prompt_length), (self.own_pages, self.start))
         )
         k, v = (torch.cat(parts, 2) for parts in zip(prompt, suffix, (k, v), strict=True))

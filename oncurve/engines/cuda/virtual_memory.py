@@ -108,7 +108,7 @@ class VirtualRange:
 
     def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The range as a tensor. Some of it must be mapped when the tensor is made."""
-        integer = {2: "<i2", 4: "<i4", 8: "<i8"}[dtype.itemsize]
+        integer = {1: "|u1", 2: "<i2", 4: "<i4", 8: "<i8"}[dtype.itemsize]
         interface = {"shape": tuple(shape), "typestr": integer, "data": (self.start.value, False), "version": 3}
         raw: Tensor = torch.as_tensor(type("Memory", (), {"__cuda_array_interface__": interface})(), device="cuda")
         return raw.view(dtype)

@@ -33,6 +33,7 @@ from oncurve.engines.native.scheduler import Runner, Scheduler
 from oncurve.engines.native.sequence import begun_completions
 from oncurve.engines.native.torch_runner import TorchRunner
 from oncurve.engines.native.turns import PureEpisode, build_requests
+from oncurve.errors import RecipeError
 from oncurve.models import recurrent_layers
 from oncurve.models.llama.c_build import has_bfloat16, load_library
 from oncurve.models.parallel.dtensor import is_dtensor
@@ -65,7 +66,16 @@ class NativeEngine:
     shares_weights = True
 
     def __init__(self, policy: Policy, settings: EngineSettings) -> None:
+        if settings.kv_dtype == "fp8" and policy.general_reason is not None:
+            raise RecipeError(
+                "engine.kv_dtype", "fp8",
+                because=f"{type(policy.model).__name__} decodes with transformers' own KV cache ({policy.general_reason})",
+                fix='use "auto"',
+            )  # fmt: skip
         self.policy, self.settings = policy, settings
+        self.allows_c = True
+        self.fp8_difference: float | None = None
+        """How far the self-check found the log-probs sampled with an FP8 KV cache from the model's own, in nats."""
         self.weight_source: WeightSource | None = None
         self.counts = PassCounts()
         self.answers: dict[str, tuple[Ints, ...]] = {}
@@ -77,11 +87,23 @@ class NativeEngine:
         """Lines for the log: whether drafts are used, if the recipe asks for them; a warning, if sampling is slower here than
         it could be; and the result of the self-check and the time that it took."""
         drafts = () if self.settings.draft in ("auto", "off") else (self._draft_line(),)
-        return (*drafts, *self._speed_lines())
+        fp8 = (self._fp8_line(),) if self.settings.kv_dtype == "fp8" else ()
+        return (*drafts, *fp8, *self._speed_lines())
+
+    @property
+    def uses_c(self) -> bool:
+        """Whether C decodes, where it supports the sampling settings. It keeps keys and values in float32."""
+        return self.allows_c and self.policy.uses_c and self.settings.kv_dtype == "auto"
+
+    def _fp8_line(self) -> str:
+        off = self.fp8_difference
+        by = "" if off is None else f": sampled log-probs differ from the model's own by {off:.1e} nats"
+        no_gain = "; torch decodes, which rounds in the same way and saves neither memory nor time"
+        return f"KV cache in FP8{by}{no_gain if self.graph_decoder is None else ''}"
 
     def _draft_line(self) -> str:
         slots = slots_for(self, SLOTS_GPU)
-        if self.policy.uses_c:
+        if self.uses_c:
             other = f"in torch (agents, environments, truncated sampling) at least {self._draft_width(slots)} rows per slot"
             return f"drafts: C verifies them in rows that a pass has to spare; {other}"
         if reason := self._reason_for_no_drafts(slots):
@@ -216,7 +238,7 @@ class NativeEngine:
     @property
     def _uses_answers(self) -> bool:
         """Whether drafts are looked for in earlier answers to the same prompt."""
-        return self.settings.draft == "group" or (self.settings.draft == "auto" and self.policy.uses_c)
+        return self.settings.draft == "group" or (self.settings.draft == "auto" and self.uses_c)
 
     def _remember(self, groups: Sequence[Group]) -> None:
         """Keep some answers to each prompt, and forget the oldest beyond MAX_REMEMBERED tokens. Bits do not depend on them."""
@@ -275,10 +297,11 @@ class NativeEngine:
         if self.policy.general_reason is not None:
             cache = KVCache(blocks, R, sampling.max_new_tokens)
             return GeneralRunner(self.policy, cache, sampling, check_every, forces=forces, records_routing=records)
-        if not episodes and can_decode(self.policy, sampling):
+        if not episodes and self.uses_c and can_decode(self.policy, sampling):
             cache = KVCache(blocks, R, sampling.max_new_tokens)
             return CRunner(self.policy, cache, sampling, check_every, self.settings.draft)
-        cache = KVCache(blocks, R, sampling.max_new_tokens + width - 1, idle_blocks(blocks, R, width))
+        is_fp8 = self.settings.kv_dtype == "fp8"
+        cache = KVCache(blocks, R, sampling.max_new_tokens + width - 1, idle_blocks(blocks, R, width), is_fp8=is_fp8)
         drafts: dict[str, Any] = {"width": width, "draft": self.settings.draft}
         return TorchRunner(self.policy, cache, sampling, check_every, forces=forces, records_routing=records, **drafts)
 

@@ -16,12 +16,37 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from oncurve.models.attention_interface import ScoreRule, apply_softcap, causal_mask, softmax_with_sinks
+from oncurve.models.attention_interface import AttentionContext, ScoreRule, apply_softcap, causal_mask, softmax_with_sinks
 from oncurve.models.recurrent_layers import LayerState, RunLayer
 
 PAGE = 64
 BLOCK_SLOTS = 16
 """At most this many slots share a block, which is refilled only when all of them have ended."""
+
+
+FP8_MAX = 448
+"""The largest number of e4m3."""
+
+
+def rounded_to_fp8(x: Tensor) -> Tensor:
+    """Keys or values [..., d] as a cache of FP8 numbers returns them: s · e4m3(x / s), with s = max |x| / 448 for each vector.
+    So none saturates, the largest number is kept, and numbers down to 1/28672 of it are off by a 16th of themselves at most."""
+    numbers = x.float()
+    scale = numbers.abs().amax(-1, keepdim=True).clamp(min=2.0**-100) * (1 / FP8_MAX)
+    return ((numbers / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
+class RoundedLayout:
+    """Another layout, whose keys and values are rounded as in a cache of FP8 numbers. They still take the model's dtype."""
+
+    def __init__(self, layout: AttentionContext) -> None:
+        self.layout = layout
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        return self.layout.attend(layer, q, rounded_to_fp8(k), rounded_to_fp8(v), rule)
+
+    def recur(self, layer: int, hidden: Tensor, run: RunLayer) -> Tensor:
+        return self.layout.recur(layer, hidden, run)
 
 
 def slots_per_block(group_size: int) -> int:
@@ -49,8 +74,12 @@ class Page(NamedTuple):
 class KVCache:
     """Keys and values of every layer: prompts by block, suffixes by slot. A layer is allocated when it is first used."""
 
-    def __init__(self, blocks: int, block_slots: int, max_new_tokens: int, idle_blocks: int = 0) -> None:
-        """``idle_blocks`` are computed like the others, and no sequence is assigned to them."""
+    def __init__(
+        self, blocks: int, block_slots: int, max_new_tokens: int, idle_blocks: int = 0, *, is_fp8: bool = False
+    ) -> None:
+        """``idle_blocks`` are computed like the others, and no sequence is assigned to them. ``is_fp8``: passes must round
+        keys and values (`RoundedLayout`)."""
+        self.is_fp8 = is_fp8
         self.usable_slots = blocks * block_slots
         self.blocks, self.block_slots, self.slots = blocks + idle_blocks, block_slots, (blocks + idle_blocks) * block_slots
         self.suffix_pages = -(-max_new_tokens // PAGE)

@@ -38,19 +38,50 @@ MAX_PROMPT = {"cpu": 160, "cuda": 4224}
 """The longest prompt that is used to cross a sliding window. A CPU would need minutes for thousands of tokens."""
 
 
+MAX_FP8_DIFFERENCE = 0.3
+"""Mean difference in nats up to which a model may sample with an FP8 KV cache."""
+
+
 def check_sampler(engine: NativeEngine) -> None:
     """Refuse a model whose sampled log-probs are not those of its own forward; otherwise note it in ``policy.check``.
 
     Sharded weights are left out: their forward passes are collectives, and the first step compares sampler and learner.
+
+    With an FP8 KV cache the model is checked twice. The same runner without it must be within rounding, as always: a cache that
+    is off by 1/16 would hide mistakes. Then the cache must not move log-probs by more than `MAX_FP8_DIFFERENCE`.
     """
+    if engine.settings.kv_dtype == "fp8":
+        plain = type(engine)(engine.policy, engine.settings.model_copy(update={"kv_dtype": "auto"}))
+        plain.allows_c = False
+        check_sampler(plain)
+        _check_fp8(engine)
+        return
+    _check(engine.policy, f"engine, C: {engine.uses_c}", lambda: _sample(engine))
+
+
+def _sample(engine: NativeEngine) -> list[Row]:
     policy, requests = engine.policy, _requests(engine.policy)
+    with torch.inference_mode(not policy.layer_by_layer), torch.no_grad():
+        groups = dict(Scheduler(policy, engine.build_runner(requests), requests).completions())
+    return [(requests[g].prompt_ids, c.token_ids, c.logps) for g, completions in groups.items() for c in completions]
 
-    def sample() -> list[Row]:
-        with torch.inference_mode(not policy.layer_by_layer), torch.no_grad():
-            groups = dict(Scheduler(policy, engine.build_runner(requests), requests).completions())
-        return [(requests[g].prompt_ids, c.token_ids, c.logps) for g, completions in groups.items() for c in completions]
 
-    _check(policy, "engine", sample)
+def _check_fp8(engine: NativeEngine) -> None:
+    policy = engine.policy
+    if is_dtensor(next(policy.model.parameters())):
+        return
+    key = check_memory.key_of(policy.model, "engine, FP8", policy.check.own_attention)
+    remembered = (check_memory.recall(key) or {}).get("difference")
+    difference = remembered if isinstance(remembered, float) else _plain_difference(policy, _sample(engine))
+    if not difference <= MAX_FP8_DIFFERENCE:  # also for NaN
+        raise ModelError(
+            type(policy.model).__name__,
+            f"with an FP8 KV cache, sampled log-probs differ from the model's own forward by {difference:.2g} nats",
+            because=f"its keys or values need more than 4 significant bits; up to {MAX_FP8_DIFFERENCE} nats are corrected for",
+            fix='set engine.kv_dtype = "auto"',
+        )
+    check_memory.remember(key, {"difference": difference})
+    engine.fp8_difference = difference
 
 
 def check_session(session: Session) -> None:
@@ -68,14 +99,14 @@ def check_session(session: Session) -> None:
             for (request, _), row in tokens.items()
         ]
 
-    _check(session.policy, "session", sample)
+    _check(session.policy, f"session, C: {session.policy.uses_c}", sample)
 
 
 def _check(policy: Policy, name: str, sample: Callable[[], list[Row]]) -> None:
     if policy.check.sampler_difference is not None or is_dtensor(next(policy.model.parameters())):
         return
     started = time.perf_counter()
-    key = check_memory.key_of(policy.model, f"{name}, C: {policy.uses_c}", policy.check.own_attention)
+    key = check_memory.key_of(policy.model, name, policy.check.own_attention)
     remembered = (check_memory.recall(key) or {}).get("difference")
     difference = remembered if isinstance(remembered, float) else _plain_difference(policy, sample())
     if not difference <= policy.check.tolerance:  # also for NaN

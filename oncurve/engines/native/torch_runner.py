@@ -29,6 +29,7 @@ from oncurve.engines.native.kv_cache import (
     PrefillLayout,
     PromptPartLayout,
     ReplyLayout,
+    RoundedLayout,
     idle_blocks,
 )
 from oncurve.engines.native.scheduler import RoundResult, TopTokens
@@ -302,7 +303,7 @@ class TorchRunner:
     def _hidden(self, ids: Tensor, positions: Tensor, layout: AttentionContext) -> Tensor:
         """Hidden states of a forward pass. A token's bits do not depend on the other tokens of the batch."""
         with self._recorded_pass():
-            return self.policy.hidden(ids, positions, layout)
+            return self.policy.hidden(ids, positions, RoundedLayout(layout) if self.cache.is_fp8 else layout)
 
     @contextmanager
     def _recorded_pass(self) -> abc.Iterator[None]:

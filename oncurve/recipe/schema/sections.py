@@ -93,6 +93,7 @@ class Sampling(Section):
 
 
 Draft = Literal["auto", "group", "own", "off"]
+KVDtype = Literal["auto", "fp8"]
 
 
 class Engine(Section):
@@ -115,6 +116,11 @@ class Engine(Section):
     `task.history = "template"`, for samples whose experts `routing_replay` or `balance_loss` records, or with more than 16
     slots in torch on a CPU or 256 on a GPU. With `own` or `group`, the run's log says how many rows each slot has, or why there
     are no drafts."""
+    kv_dtype: KVDtype = "auto"
+    """Numbers in the KV cache: `auto` uses the model's dtype. `fp8` rounds keys and values to e4m3, with one scale for each
+    position and KV head. On a GPU this halves the KV cache in 16 bits, so that longer or more completions fit and a decode step
+    reads less; it has not been run on a GPU yet. Sampled log-probs then differ from the learner's, so `importance_cap` is on by
+    default. On a CPU, and wherever torch decodes on a GPU, numbers are rounded in the same way, but no memory is saved."""
 
 
 class Guard(Section):

@@ -231,7 +231,8 @@ class PolicyGradientStage(RolloutStage):
     divided. Unset: off."""
     importance_cap: PositiveFloat | None = None
     """Truncated importance sampling: weight each token by min(π_learner/π_sampler, cap). Unset: off if the learner itself
-    samples; 2 with `scale.engine = "vllm"`, staleness or `carry_over`, unless `mismatch_limit` or `correction` is set."""
+    samples; 2 with `scale.engine = "vllm"`, `engine.kv_dtype = "fp8"`, staleness or `carry_over`, unless `mismatch_limit` or
+    `correction` is set."""
     correction: CorrectionName | None = Field(
         default=None,
         description="A named correction for a sampler that differs from the learner, instead of `importance_cap` and "

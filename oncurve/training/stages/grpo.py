@@ -42,6 +42,9 @@ MAX_MISMATCH_32BIT, MAX_MISMATCH_16BIT = 0.01, 1.0
 """`mismatch_max` above which the first step of a run with the native engine stops it. Correct runs stay below 1e-4 and 0.5."""
 MAX_MISMATCH_KL_16BIT = 0.01
 """In 16 bits one unlikely token can differ by more; if sampler and learner really disagree, `mismatch_kl` exceeds this too."""
+MAX_MISMATCH_KL_FP8 = 0.1
+"""With an FP8 KV cache only `mismatch_kl` counts. 0.1 stands for log-probs that are off by 0.45 nats (KL ≈ σ²/2), so importance
+weights vary by half."""
 
 
 class RolloutLoop(ABC):
@@ -149,13 +152,19 @@ class RolloutLoop(ABC):
         """Stops a run whose sampler and learner compute different policies, at the first step that forwards any token.
 
         Both use the same weights, so their log-probs of a sampled token differ by rounding only. Other engines and asynchronous
-        samplers differ by design; `importance_cap` corrects for them.
+        samplers differ by design; `importance_cap` corrects for them. So does an FP8 KV cache, within wider limits.
         """
         gap = metrics.get("mismatch_max", 0.0)
         if self._compared_with_sampler or not self.engine.shares_weights or gap == 0.0:
             return
         self._compared_with_sampler = True
-        if self.engine.policy.model.dtype == torch.float32:
+        because = "both use the same weights, so Oncurve does not compute this model correctly; nothing was saved"
+        fix = f"train another model family, and report this one; {troubleshooting('Sampler and learner disagree')}"
+        if self.engine.settings.kv_dtype == "fp8":
+            differs = not metrics["mismatch_kl"] <= MAX_MISMATCH_KL_FP8
+            because = f"the FP8 KV cache is too coarse for it (mismatch_kl = {metrics['mismatch_kl']:.2g}); nothing was saved"
+            fix = 'set engine.kv_dtype = "auto"'
+        elif self.engine.policy.model.dtype == torch.float32:
             differs = not gap <= MAX_MISMATCH_32BIT
         else:
             differs = not gap <= MAX_MISMATCH_16BIT and not metrics["mismatch_kl"] <= MAX_MISMATCH_KL_16BIT
@@ -163,8 +172,8 @@ class RolloutLoop(ABC):
             raise ModelError(
                 type(self.engine.policy.model).__name__,
                 f"sampler and learner disagree by up to {gap:.2g} nats per token",
-                because="both use the same weights, so Oncurve does not compute this model correctly; nothing was saved",
-                fix=f"train another model family, and report this one; {troubleshooting('Sampler and learner disagree')}",
+                because=because,
+                fix=fix,
             )
 
     def _report(self, n: int, graded: list[GradedGroup], update: UpdateResult, replaced: int, clock: PhaseClock) -> StepReport:

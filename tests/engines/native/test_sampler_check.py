@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from oncurve.engines.native import sampler_check
+from oncurve.engines.native import kv_cache, sampler_check
 from oncurve.engines.native.engine import NativeEngine
 from oncurve.engines.native.general_runner import GeneralRunner
 from oncurve.engines.native.kv_cache import DecodeLayout
 from oncurve.engines.native.sampler_check import check_sampler
 from oncurve.engines.native.session import open_session
-from oncurve.errors import ModelError
+from oncurve.errors import ModelError, RecipeError
 from oncurve.models.attention_interface import ScoreRule
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Engine
@@ -77,6 +77,45 @@ def test_a_sampler_that_mixes_its_slots_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(GeneralRunner, "_next_logits", lambda self, at_S: next_logits(self, at_S).roll(1, 0))
     with pytest.raises(ModelError, match="the sampler's log-probs differ"):
         check_sampler(NativeEngine(policy("gptj"), Engine()))
+
+
+FP8 = Engine(kv_dtype="fp8")
+
+
+def test_an_fp8_cache_is_checked_apart_from_the_runner() -> None:
+    """The runner by the usual tolerance, and its rounding by a wider one."""
+    engine = NativeEngine(policy("qwen3"), FP8)
+    check_sampler(engine)
+    difference = engine.policy.check.sampler_difference
+    assert difference is not None
+    assert difference < 1e-5
+    assert engine.fp8_difference is not None
+    assert engine.policy.check.tolerance < engine.fp8_difference < sampler_check.MAX_FP8_DIFFERENCE
+    assert f"differ from the model's own by {engine.fp8_difference:.1e} nats; torch decodes" in engine.log_lines[0]
+
+
+def test_an_fp8_cache_hides_no_wrong_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = DecodeLayout.attend
+
+    def shifted(self: DecodeLayout, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule) -> Tensor:
+        return attend(self, layer, q, k, v, replace(rule, scale=1.01 * rule.scale))
+
+    opened = policy("qwen3")
+    monkeypatch.setattr(DecodeLayout, "attend", shifted)
+    with pytest.raises(ModelError, match="the sampler's log-probs differ"):
+        check_sampler(NativeEngine(opened, FP8))
+
+
+def test_a_model_that_needs_more_bits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_cache, "rounded_to_fp8", lambda x: x.sign())
+    with pytest.raises(ModelError, match=r'with an FP8 KV cache.*\n.*\n.*engine\.kv_dtype = "auto"'):
+        check_sampler(NativeEngine(policy("qwen3"), FP8))
+
+
+def test_the_general_path_has_no_fp8_cache() -> None:
+    with pytest.raises(RecipeError, match="decodes with transformers' own KV cache") as caught:
+        NativeEngine(policy("gptj"), FP8)
+    assert caught.value.where == "engine.kv_dtype"
 
 
 def test_the_result_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,8 @@ def test_a_foreign_sampler_is_corrected_for_unless_the_recipe_says_how() -> None
     assert cap("scale.samplers=1", "scale.max_staleness=2") == 2.0
     assert cap("scale.engine=vllm", "grpo.importance_cap=5.0") == 5.0
     assert cap("scale.engine=vllm", "grpo.mismatch_limit=1.1") is None
+    assert cap("engine.kv_dtype=fp8") == 2.0
+    assert cap("engine.kv_dtype=fp8", "grpo.correction=tis") is None
 
 
 def test_weights_go_under_the_names_of_a_checkpoint_tied_ones_once(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from oncurve.records import Aspect, Group, Prompt, ScoredCompletion, ScoredGroup
 from oncurve.rewards.mix import RewardMix
 from oncurve.rewards.python_function import FunctionReward
 from oncurve.tasks.data.prompt_list import PromptList
-from oncurve.training.stages.grpo import GrpoLoop, check_curriculum, extra_samples, group_result
+from oncurve.training.stages.grpo import MAX_MISMATCH_32BIT, GrpoLoop, check_curriculum, extra_samples, group_result
 from oncurve.training.start import rewards_for
 from tests.training.builders import apart, completion, digits, gradient, loop_for, recipe, snapshot
 
@@ -335,6 +335,21 @@ def test_a_run_stops_at_its_first_step_if_sampler_and_learner_disagree(monkeypat
     monkeypatch.setattr(loop.engine.policy, "pack_hidden", lambda pack: own(pack) * 1.5)
     with pytest.raises(ModelError, match="sampler and learner disagree"):
         loop.step(1)
+
+
+def test_an_fp8_cache_has_wider_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rounding does not stop a run; other weights do."""
+    loop = loop_for({"sampling": {"max_new_tokens": 8, "temperature": 0.2}}, digits)
+    loop.engine.settings = loop.engine.settings.model_copy(update={"kv_dtype": "fp8"})
+    metrics = loop.step(1).metrics
+    assert metrics["mismatch_max"] > MAX_MISMATCH_32BIT
+    assert 1e-7 < metrics["mismatch_kl"] < 0.01
+    other = loop_for({}, digits)
+    other.engine.settings = loop.engine.settings
+    own = other.engine.policy.pack_hidden
+    monkeypatch.setattr(other.engine.policy, "pack_hidden", lambda pack: own(pack) * 30)
+    with pytest.raises(ModelError, match="the FP8 KV cache is too coarse"):
+        other.step(1)
 
 
 def test_engines_with_separate_weights_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
