@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from oncurve.kernels.launch import Gpu, fetch, gpu_of, pdl_options
+from oncurve.kernels.launch import INTERPRETER, Gpu, fetch, gpu_of, pdl_options
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -307,7 +307,8 @@ def _merge(out, parts, tops, totals, prompt_length, suffix_length, sinks, prompt
 
 def _converts_fp8(device: torch.device) -> bool:
     """Whether there is an instruction that converts FP8; the interpreter converts it too."""
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9)
+    gpu = gpu_of(device)
+    return gpu is INTERPRETER or gpu.capability >= (8, 9)
 
 
 def attend(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -29,10 +30,10 @@ from oncurve.engines.cuda import graph_decoder
 from oncurve.engines.cuda.graph_decoder import GraphDecoder
 from oncurve.engines.cuda.per_slot import PerSlotGraphDecoder
 from oncurve.engines.native.turns import build_requests
-from oncurve.kernels import decode_matmul
+from oncurve.kernels import decode_matmul, launch
 from oncurve.kernels.decode_attention import LaunchShape
 from oncurve.kernels.delta_rule import delta_rule_step
-from oncurve.kernels.launch import Gpu, gpu_of
+from oncurve.kernels.launch import Gpu
 from oncurve.models.gradient_buffers import GradAccumulator
 from oncurve.models.heads.lm_head import token_logps
 from oncurve.models.llama.block_description import DecoderDescription, describe
@@ -40,7 +41,7 @@ from oncurve.models.llama.cuda_backbone import CudaBackbone
 from oncurve.models.llama.fused import FusedWeights
 from oncurve.models.packing import build_pack
 from oncurve.models.policy import Policy
-from oncurve.recipe.schema.sections import Engine, Sampling
+from oncurve.recipe.schema.sections import Engine, KVDtype, Sampling
 from tests.engines.native.plain import prompt_of
 from tests.kernels.gpus import GPUS
 from tests.kernels.test_learner_kernels import on_gpu, pack_of
@@ -112,9 +113,9 @@ def learn(policy: Policy, keys: int) -> None:
 
 
 @torch.inference_mode()
-def decode(policy: Policy, shape: LaunchShape, width: int = 1) -> None:
+def decode(policy: Policy, shape: LaunchShape, width: int = 1, kv_dtype: KVDtype = "auto") -> None:
     """A step with 8 completions of a prompt."""
-    decoder = GraphDecoder.build(policy, Engine())
+    decoder = GraphDecoder.build(policy, Engine(kv_dtype=kv_dtype))
     assert decoder is not None
     requests = build_requests(policy, [prompt_of(9)], 8, SAMPLING, SampleKey(0, 1))
     decoder.prepare(requests, 16, width)
@@ -148,13 +149,15 @@ def launches(gpu: Gpu, record: CompiledFor) -> None:
     low = torch.bfloat16 if gpu.capability >= (8, 0) else torch.float16
     many = 4000 if gpu.is_hopper and gpu.has_room else 1000
     """Keys that a query attends to. Each order of magnitude has its own tiles, the largest only with TMA."""
-    for model, dtype, keys, wide in (
+    cases: list[tuple[Model, torch.dtype, Sequence[int], Sequence[int]]] = [
         (SMALL_HEADS, low, (1000,), ()),
         (COMMON_HEADS, low, sorted({100, 1000, many}), (1, 8)),
         (COMMON_HEADS, torch.float32, (100,), (1,)),
         (LARGE_HEADS, low, (100,), (8,)),
-        (LARGE_HEADS, torch.float32, (100,), (8,)),
-    ):
+    ]
+    if gpu.shared_memory >= 96 << 10:  # on a T4 they don't fit
+        cases.append((LARGE_HEADS, torch.float32, (100,), (8,)))
+    for model, dtype, keys, wide in cases:
         policy, what = build(model, dtype), f"{model[0]}, {dtype}"
         for count in keys:
             record.what = f"learner, {what}, {count} keys"
@@ -162,8 +165,11 @@ def launches(gpu: Gpu, record: CompiledFor) -> None:
         for width in wide:
             record.what = f"decoding, {what}, rows: {width}"
             decode(policy, LaunchShape(2, 1, 2, listed=16) if width > 1 else LaunchShape(2, 1, 1), width)
+    policy = build(COMMON_HEADS, low)
+    record.what = "FP8 KV cache"
+    decode(policy, LaunchShape(2, 1, 1), kv_dtype="fp8")
     record.what = "serving"
-    serve(build(COMMON_HEADS, low), width=1)
+    serve(policy, width=1)
     record.what = "LoRA"
     policy = build(COMMON_HEADS, low, rank=32)
     learn(policy, 1000)
@@ -182,8 +188,9 @@ def main(name: str) -> None:
     driver.set_active(record)
     JITFunction.run = lambda kernel, *args, **options: record.compile(kernel, *args, **options)
     torch.empty, torch.empty_like = torch.zeros, torch.zeros_like  # type: ignore[assignment]  # no result is ever written
+    own = launch.gpu_of
     for module in list(sys.modules.values()):
-        if getattr(module, "gpu_of", None) is gpu_of:
+        if getattr(module, "gpu_of", None) is own:
             module.gpu_of = lambda device: gpu  # type: ignore[attr-defined]
     graph_decoder.compare_steps = lambda policy, shape: True  # type: ignore[attr-defined]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
