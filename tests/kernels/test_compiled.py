@@ -21,9 +21,9 @@ KERNELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["T4", "RTX 4090, L4", "H100, H200", "RTX 5090"])
+@pytest.mark.parametrize("name", ["RTX 4090, L4", "H100, H200", "RTX 5090"])
 def test_kernels_compile_and_fit(name: str, tmp_path: Path) -> None:
-    """Without a GPU: Triton brings the assemblers of all of them."""
+    """Without a GPU: Triton brings the assembler. Others of gpus.py can be compiled for by hand; that takes minutes."""
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-m", "tests.kernels.compile_for", name]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=900)
