@@ -413,7 +413,7 @@ run = oncurve.train(
 )
 ```
 
-A prompt whose last message is the assistant's is a demonstration: that message is not part of the prompt. TRL keeps it.
+A prompt whose last message is the assistant's ends before that message, and the log says so. TRL keeps it.
 
 Or [without a recipe](python.md). The defaults of a recipe are not TRL's: `objective` is `grpo` and not `dapo`, the learning
 rate stays constant, a step has `prompts_per_step` prompts, and `save_every` is 0, which saves a checkpoint only at the end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from oncurve.errors import DataError
@@ -55,7 +55,9 @@ class PromptList:
         if not task.train:
             because, fix = "all of them are in the held-out split", "give more prompts, or hold out fewer"
             raise DataError(name, "no training prompts", because=because, fix=fix)
-        return task
+        complete = sum(reader.is_complete_chat(row) for row in rows)
+        line = f"{complete} of {len(rows)} prompts end with the assistant's message, which is left out"
+        return replace(task, log_lines=(*task.log_lines, line)) if complete else task
 
     @classmethod
     def split(cls, train: Iterable[Prompt], heldout: Sequence[Prompt], examples: Iterable[Example], where: str) -> PromptList:

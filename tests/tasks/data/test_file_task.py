@@ -260,6 +260,13 @@ def test_the_log_counts_rows_that_are_dropped_because_their_prompt_is_held_out(s
     assert PromptList.of(["a", "b"], heldout=["b"]).log_lines == ("1 row dropped: its prompt is held out",)
 
 
+def test_the_log_counts_prompts_whose_last_message_is_left_out() -> None:
+    asked = {"role": "user", "content": "1+1="}
+    task = PromptList.of([[asked, {"role": "assistant", "content": "It is"}], [asked], "1+2="])
+    assert task.train[0].messages == (asked,)
+    assert task.log_lines == ("1 of 3 prompts end with the assistant's message, which is left out",)
+
+
 def test_a_missing_file_is_reported_with_its_key(sums: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(sums.parent)
     with pytest.raises(DataError) as caught:
