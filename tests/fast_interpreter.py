@@ -9,6 +9,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import pytest
 import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime import interpreter
@@ -29,6 +31,16 @@ def _reduce(builder: Any, kind: Any, desc: Any, value: Any, offsets: list[Any]) 
     pointers, mask = desc.materialize_pointers(offsets)
     within = interpreter.TensorHandle(mask, tl.int1)
     return builder.create_atomic_rmw(ir.ATOMIC_OP.FADD, pointers, value, within, ir.MEM_SEMANTIC.RELAXED, ir.MEM_SYNC_SCOPE.GPU)
+
+
+def multiply_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes products of tiles round as on a GPU: an element's bits don't depend on its row. numpy's products of float32 do."""
+
+    def dot(builder: Any, a: Any, b: Any, c: Any, *_: Any) -> Any:
+        product = a.data.astype(np.float64) @ b.data.astype(np.float64) + c.data
+        return interpreter.TensorHandle(product.astype(c.data.dtype), c.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def _with_cache(np_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:

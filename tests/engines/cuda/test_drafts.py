@@ -21,6 +21,7 @@ from oncurve.kernels.drafting import MAX_MATCH, DraftState, accept_and_draft
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Draft, Engine, Sampling
 from oncurve.records import Completion, Ints
+from tests import fast_interpreter
 from tests.engines.native.plain import assert_logps, prompt_of
 from tests.models.architectures import adapted, tokenizer
 
@@ -100,11 +101,21 @@ def test_drafts_save_passes_and_change_no_token(policy: Policy) -> None:
 @pytest.mark.slow
 def test_bits_are_those_of_any_drafts_and_of_none(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if pages run out and sequences are preempted."""
+    fast_interpreter.multiply_in_float64(monkeypatch)
+    preempt, preempted = Scheduler._preempt, list[int]()
+
+    def watched(self: Scheduler, slot: int) -> None:
+        preempted.append(slot)
+        preempt(self, slot)
+
+    monkeypatch.setattr(Scheduler, "_preempt", watched)
     found, counts = sample(policy, 3)
     own, own_counts = sample(policy, 3, "own")
     assert bits(own) == bits(found)
     assert own_counts.drafted < counts.drafted
-    assert bits(sample(policy, 3, pages=6)[0]) == bits(found)
+    assert not preempted
+    assert bits(sample(policy, 3, pages=5)[0]) == bits(found)
+    assert preempted
     monkeypatch.setattr(decode_step, "accept_and_draft", _drafting(lambda text, position: []))
     none, none_counts = sample(policy, 3)
     assert bits(none) == bits(found)
