@@ -140,6 +140,7 @@ TARGETED: list[list[str]] = [
     ["task={type='mix',mix=[{type='guess',name='a b'}]}"],
     ["stages=[{type='grpo',name='a'},{type='grpo',name='a'}]"],
     ["engine.draft=group", "scale.engine=vllm"],
+    ["engine.kv_dtype=fp8", "scale.engine=vllm"],
     ["engine.draft=own", "task={type='file',path='@rows.jsonl',chat=true,history='template'}"],
     ["stages=[{type='training_free',model='m',sampling={top_k=4}}]"],
     ["stages=[{type='training_free',model='m',mask_cut=true}]"],

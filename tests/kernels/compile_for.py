@@ -51,7 +51,9 @@ Model = tuple[str, dict[str, int]]
 SMALL_HEADS: Model = "qwen2", {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
 COMMON_HEADS: Model = "qwen3", {"hidden_size": 2560, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 LARGE_HEADS: Model = "gemma2", {"hidden_size": 2304, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
-"""Families with the sizes on which tiles depend: Qwen2.5 0.5B, Qwen3 4B, and Gemma 2 2B with its windows and soft caps."""
+WIDE_NORMS: Model = "olmo2", {"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16}
+"""Families with the sizes on which tiles depend: Qwen2.5 0.5B, Qwen3 4B, Gemma 2 2B with its windows and soft caps, and OLMo 2
+1B, whose norms of q and k are over all heads."""
 SAMPLING = Sampling(max_new_tokens=400)
 
 
@@ -153,6 +155,7 @@ def launches(gpu: Gpu, record: CompiledFor) -> None:
         (SMALL_HEADS, low, (1000,), ()),
         (COMMON_HEADS, low, sorted({100, 1000, many}), (1, 8)),
         (COMMON_HEADS, torch.float32, (100,), (1,)),
+        (WIDE_NORMS, low, (), (1,)),
     ]
     if gpu.shared_memory < 96 << 10:  # a T4 has no room for float32, nor for 8 rows
         cases.append((LARGE_HEADS, low, (100,), (1,)))

@@ -68,3 +68,5 @@ def test_ours_is_taken_where_a_launch_fills_the_gpu_about_once(monkeypatch: pyte
     assert chosen(256, 4096, 1000) is None
     assert chosen(256, 4100, 1024) is None
     assert chosen(256, 4096, 1024, dtype=torch.float32) is None
+    monkeypatch.setattr(decode_matmul, "gpu_of", lambda device: Gpu((12, 0), 132, 99 << 10))
+    assert chosen(256, 4096, 1024) is None, "its programs have too little shared memory"

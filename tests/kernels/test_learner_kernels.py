@@ -136,6 +136,7 @@ def pack_of(shape: list[tuple[int, list[int]]]) -> list[PrefixGroup]:
     ]
 
 
+TMA = ("H100, H200", "B200", "RTX 5090")
 RAGGED = [(40, [30, 1, 7]), (3, [12]), (17, [1, 26])]
 
 
@@ -244,3 +245,8 @@ def test_tiles_of_the_backward_pass_fit_each_other() -> None:
                     for has_tma in (False, True):
                         tiles = pack_attention.tiling(size, dtype, keys, gpu, has_tma=has_tma).keys_backward
                         assert tiles.keys % tiles.queries == 0
+
+
+def test_tiles_by_tma_need_shared_memory() -> None:
+    has_tma = [pack_attention.tiling(128, torch.bfloat16, 10_000, GPUS[name], has_tma=True).uses_tma for name in TMA]
+    assert dict(zip(TMA, has_tma, strict=True)) == {"H100, H200": True, "B200": True, "RTX 5090": False}
