@@ -98,17 +98,23 @@ def test_drafts_save_passes_and_change_no_token(policy: Policy) -> None:
     assert counts.passes + counts.accepted == sum(len(c.token_ids) for c in found)
 
 
+def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    slots: list[int] = []
+    preempt = Scheduler._preempt
+
+    def counted(self: Scheduler, slot: int) -> None:
+        slots.append(slot)
+        preempt(self, slot)
+
+    monkeypatch.setattr(Scheduler, "_preempt", counted)
+    return slots
+
+
 @pytest.mark.slow
 def test_bits_are_those_of_any_drafts_and_of_none(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if pages run out and sequences are preempted."""
     fast_interpreter.multiply_in_float64(monkeypatch)
-    preempt, preempted = Scheduler._preempt, list[int]()
-
-    def watched(self: Scheduler, slot: int) -> None:
-        preempted.append(slot)
-        preempt(self, slot)
-
-    monkeypatch.setattr(Scheduler, "_preempt", watched)
+    preempted = count_preemptions(monkeypatch)
     found, counts = sample(policy, 3)
     own, own_counts = sample(policy, 3, "own")
     assert bits(own) == bits(found)

@@ -20,7 +20,7 @@ from oncurve.engines.native.turns import build_requests
 from oncurve.models.policy import Policy
 from oncurve.recipe.schema.sections import Draft, Engine, Sampling
 from oncurve.records import Completion, Prompt
-from tests.engines.cuda.test_drafts import _drafting
+from tests.engines.cuda.test_drafts import _drafting, count_preemptions
 from tests.engines.cuda.test_drafts import make_model as repetitive_model
 from tests.engines.native.plain import next_logits, prompt_of
 from tests.engines.native.test_turns import LongEcho, prompt_with
@@ -147,18 +147,6 @@ def test_a_page_has_half_the_bytes(qwen3: Policy) -> None:
     assert fp8 is not None
     assert plain.cache.shape.page_bytes == 2 * 2 * 2 * 4 * 16 * 4, "layers, K and V, heads, positions, numbers of 4 bytes"
     assert fp8.cache.shape.page_bytes == 2 * 2 * 2 * 4 * (16 + 4), "numbers of a byte, and a scale"
-
-
-def count_preemptions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    slots: list[int] = []
-    preempt = Scheduler._preempt
-
-    def counted(self: Scheduler, slot: int) -> None:
-        slots.append(slot)
-        preempt(self, slot)
-
-    monkeypatch.setattr(Scheduler, "_preempt", counted)
-    return slots
 
 
 def test_bits_depend_neither_on_what_is_queued_nor_on_preemption(qwen3: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
