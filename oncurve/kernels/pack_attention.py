@@ -54,7 +54,7 @@ class Tiling:
     uses_tma: bool = False
 
 
-def tiling(head_size: int, dtype: torch.dtype, keys: int, gpu: Gpu, *, has_tma: bool = False) -> Tiling:
+def tiling(head_size: int, dtype: torch.dtype, keys: int, gpu: Gpu, *, has_tma: bool) -> Tiling:
     """Measured on an H200 for 16-bit numbers and heads of 128, by the number of keys that a query attends to.
 
     Wider numbers and larger heads take smaller tiles, to fit, and so do GPUs with less shared memory for a program, on which

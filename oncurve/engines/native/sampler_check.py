@@ -71,8 +71,7 @@ def _check_fp8(engine: NativeEngine) -> None:
     if is_dtensor(next(policy.model.parameters())):
         return
     key = check_memory.key_of(policy.model, "engine, FP8", policy.check.own_attention)
-    remembered = (check_memory.recall(key) or {}).get("difference")
-    difference = remembered if isinstance(remembered, float) else _plain_difference(policy, _sample(engine))
+    difference = _remembered_difference(policy, key, lambda: _sample(engine))
     if not difference <= MAX_FP8_DIFFERENCE:  # also for NaN
         raise ModelError(
             type(policy.model).__name__,
@@ -107,8 +106,7 @@ def _check(policy: Policy, name: str, sample: Callable[[], list[Row]]) -> None:
         return
     started = time.perf_counter()
     key = check_memory.key_of(policy.model, name, policy.check.own_attention)
-    remembered = (check_memory.recall(key) or {}).get("difference")
-    difference = remembered if isinstance(remembered, float) else _plain_difference(policy, sample())
+    difference = _remembered_difference(policy, key, sample)
     if not difference <= policy.check.tolerance:  # also for NaN
         raise ModelError(
             type(policy.model).__name__,
@@ -135,6 +133,12 @@ def _requests(policy: Policy, max_new_tokens: int = NEW_TOKENS) -> list[SampleRe
         )
         for length in (min(SHORT_PROMPT, long), long)
     ]
+
+
+def _remembered_difference(policy: Policy, key: str, sample: Callable[[], list[Row]]) -> float:
+    """The difference of an earlier check under this key, or that of new rows."""
+    remembered = (check_memory.recall(key) or {}).get("difference")
+    return remembered if isinstance(remembered, float) else _plain_difference(policy, sample())
 
 
 @torch.no_grad()

@@ -55,9 +55,10 @@ class PromptList:
         if not task.train:
             because, fix = "all of them are in the held-out split", "give more prompts, or hold out fewer"
             raise DataError(name, "no training prompts", because=because, fix=fix)
-        complete = sum(reader.is_complete_chat(row) for row in rows)
-        line = f"{complete} of {len(rows)} prompts end with the assistant's message, which is left out"
-        return replace(task, log_lines=(*task.log_lines, line)) if complete else task
+        given = ((prompt.messages, row["prompt"]) for prompt, row in zip(train, rows, strict=True))
+        shortened = sum(messages is not None and len(messages) < len(chat) for messages, chat in given)
+        line = f"{shortened} of {len(rows)} prompts end with the assistant's message, which is left out"
+        return replace(task, log_lines=(*task.log_lines, line)) if shortened else task
 
     @classmethod
     def split(cls, train: Iterable[Prompt], heldout: Sequence[Prompt], examples: Iterable[Example], where: str) -> PromptList:

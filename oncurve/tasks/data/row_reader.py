@@ -84,7 +84,7 @@ class RowReader:
             example = self.example(row, prompt, where)
             if example is not None:
                 return [example]
-            chat = self._chat_of(row)
+            chat = _read_messages(row.get(self.prompt)) if self.template is None else None
             if not chat or not _is_answer(chat[-1]):
                 return []
             first, follows = len(before) - (len(chat) - 1), chat[-1:]  # the messages before it are system messages of the task
@@ -100,14 +100,6 @@ class RowReader:
             for i in answers
             if message_text(messages[i])
         ]
-
-    def is_complete_chat(self, row: Mapping[str, Any]) -> bool:
-        """Whether the row's prompt is a chat that ends with the assistant's answer, which is not part of the prompt."""
-        chat = self._chat_of(row)
-        return chat is not None and _is_complete(chat)
-
-    def _chat_of(self, row: Mapping[str, Any]) -> tuple[Message, ...] | None:
-        return _read_messages(row.get(self.prompt)) if self.template is None else None
 
     def required_columns(self) -> list[str]:
         """The columns that every row must have."""
@@ -129,7 +121,10 @@ class RowReader:
             return content
         messages = _read_messages(content)
         if messages is not None:
-            return messages[:-1] if _is_complete(messages) else messages
+            has_answer = (
+                _is_answer(messages[-1]) and len(messages) > 1
+            )  # a complete chat: the prompt ends before the last answer
+            return messages[:-1] if has_answer else messages
         raise DataError(
             where,
             f"the prompt is {_short(content)}",
@@ -217,11 +212,6 @@ def _read_tools(value: object) -> tuple[Mapping[str, Any], ...]:
             return ()
     is_schemas = isinstance(value, Sequence) and all(isinstance(tool, Mapping) for tool in value)
     return tuple(value) if is_schemas and isinstance(value, Sequence) else ()
-
-
-def _is_complete(chat: tuple[Message, ...]) -> bool:
-    """Whether a chat ends with the assistant's answer: the prompt ends before it."""
-    return _is_answer(chat[-1]) and len(chat) > 1
 
 
 def _is_answer(message: Message) -> bool:

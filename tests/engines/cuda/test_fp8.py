@@ -22,6 +22,7 @@ from oncurve.recipe.schema.sections import Draft, Engine, Sampling
 from oncurve.records import Completion, Prompt
 from tests.engines.cuda.test_drafts import _drafting, count_preemptions
 from tests.engines.cuda.test_drafts import make_model as repetitive_model
+from tests.engines.cuda.test_graph_decoder import small_pages  # noqa: F401 (a fixture of every test)
 from tests.engines.native.plain import next_logits, prompt_of
 from tests.engines.native.test_turns import LongEcho, prompt_with
 from tests.engines.native.test_turns import policy as talking_policy
@@ -30,16 +31,6 @@ from tests.models.architectures import make_model, tokenizer
 SAMPLING = Sampling(temperature=0.8, max_new_tokens=5)
 FP8 = Engine(check_every=2, kv_dtype="fp8")
 Bits = list[tuple[bytes, ...]]
-
-
-@pytest.fixture(autouse=True)
-def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that short texts cross pages, buckets and chunks."""
-    for module in (runner, paged_kv_cache):
-        monkeypatch.setattr(module, "PAGE", 4)
-    monkeypatch.setattr(runner, "BUCKET", 4)
-    for name in ("PREFILL_TOKENS", "PREFILL_TOKENS_SMALL"):
-        monkeypatch.setattr(runner, name, 8)
 
 
 @torch.inference_mode()
